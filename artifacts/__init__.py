@@ -1,0 +1,1 @@
+"""Content store, action cache and the stages that make a bundle. No JAX."""

@@ -1,0 +1,1 @@
+"""One file a family, named after the Hugging Face `model_type`."""

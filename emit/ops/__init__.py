@@ -1,0 +1,1 @@
+"""Recurrences and layers: `step` is the reference, `scan` equals `step` folded."""

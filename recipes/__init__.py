@@ -1,0 +1,1 @@
+"""Plain-data recipes (models, targets, shapes) and their strict schema."""

@@ -1,0 +1,1 @@
+"""Runs a verified bundle: needs only the IREE runtime, NumPy and tokenizers."""
