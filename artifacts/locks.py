@@ -6,6 +6,7 @@ no process id is trusted: a scratch directory is stale exactly if its lock can b
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import os
@@ -27,14 +28,16 @@ def _open_current(path: Path, mode: int) -> int | None:
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
         fcntl.flock(fd, mode)
-        with contextlib.suppress(FileNotFoundError):
-            if os.path.samestat(os.fstat(fd), os.stat(path)):
-                kept, fd = fd, -1
-                return kept
-        return None
-    finally:
-        if fd >= 0:
-            os.close(fd)
+        current = os.path.samestat(os.fstat(fd), path.stat())
+    except FileNotFoundError:
+        current = False
+    except BaseException:
+        os.close(fd)
+        raise
+    if current:
+        return fd
+    os.close(fd)
+    return None
 
 
 def acquire(path: Path, *, shared: bool = False, waiting_for: str) -> int:
@@ -87,6 +90,7 @@ class Scratch:
             self._fd = fd
             self.dir = parent / self.token
             self.dir.mkdir()
+        atexit.register(self.close)
 
     def new_path(self, suffix: str = "") -> Path:
         """A path in the directory that no one else uses."""
@@ -102,33 +106,44 @@ class Scratch:
             self._fd = -1
 
 
-def alive(parent: Path, token: str) -> bool:
-    """True if the process that made scratch `token` under `parent` still lives."""
+def _claim(parent: Path, token: str) -> int | None:
+    """The lock of a scratch whose process is gone, -1 if it has no lock file, None if it lives."""
     try:
         fd = os.open(parent / f"{token}.lock", os.O_RDWR | os.O_CLOEXEC)
     except FileNotFoundError:
-        return False
+        return -1
     except OSError:
-        return True  # another user's: leave it alone
+        return None  # another user's: leave it alone
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
-        return True
-    else:
-        return False
-    finally:
         os.close(fd)
+        return None
+    return fd
+
+
+def alive(parent: Path, token: str) -> bool:
+    """True if the process that made scratch `token` under `parent` still lives."""
+    fd = _claim(parent, token)
+    if fd is not None and fd >= 0:
+        os.close(fd)
+    return fd is None
 
 
 def sweep(parent: Path) -> int:
     """Remove the scratch directories of processes that are gone; returns how many."""
     removed = 0
-    names = {name.removesuffix(".lock") for name in os.listdir(parent)}
-    for token in sorted(names):
-        if alive(parent, token):
+    for token in sorted({path.name.removesuffix(".lock") for path in parent.iterdir()}):
+        fd = _claim(parent, token)
+        if fd is None:
             continue
-        if not (parent / token).exists() or remove_tree(parent / token):
-            # The lock goes last: a directory without a lock counts as stale.
-            (parent / f"{token}.lock").unlink(missing_ok=True)
-            removed += 1
+        try:
+            if not (parent / token).exists() or remove_tree(parent / token):
+                # The lock file goes last, and while it is held: a maker that waits for it sees
+                # that it is gone and takes another name.
+                (parent / f"{token}.lock").unlink(missing_ok=True)
+                removed += 1
+        finally:
+            if fd >= 0:
+                os.close(fd)
     return removed
