@@ -1,0 +1,122 @@
+"""`python -m emit convert | graphs | expect`: the stages that need JAX or read a checkpoint.
+
+Run as processes by the build, so that a warm build never imports JAX.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from emit.errors import EmitError
+
+
+def _convert(args: argparse.Namespace) -> None:
+    from emit.checkpoint import open_checkpoint
+    from emit.entry import Model
+    from emit.weights import convert
+
+    checkpoint = open_checkpoint(args.checkpoint)
+    if args.expect_config:
+        _check_config(json.loads(args.expect_config), checkpoint.config, args.checkpoint)
+    convert(Model.of(checkpoint.config).weight_map, checkpoint, args.weights, args.out)
+
+
+def _check_config(wanted: dict[str, Any], found: dict[str, Any], directory: Path) -> None:
+    """EmitError unless both configs describe the same graph."""
+    from emit.entry import Model
+
+    ours, theirs = Model.of(wanted), Model.of(found)
+    if ours.cfg == theirs.cfg:
+        return
+    differing = [
+        f"{name} = {theirs_value!r} (recipe: {ours_value!r})"
+        for name, ours_value in vars(ours.cfg).items()
+        if (theirs_value := getattr(theirs.cfg, name)) != ours_value
+    ]
+    raise EmitError(
+        f"{directory / 'config.json'}: differs from the recipe's config: {'; '.join(differing)}; "
+        "correct the recipe or its revision"
+    )
+
+
+def _graphs(args: argparse.Namespace) -> None:
+    from emit.config import load_config, token_ids
+    from emit.entry import Model, entries, interface, param_structs
+    from emit.shape import Shape
+    from emit.stablehlo import lower
+
+    model, shape = Model.of(load_config(args.config)), Shape.parse(args.shape)
+    params = param_structs(model, args.weights)
+    eos: tuple[int, ...] = ()
+    if args.generation_config:
+        eos = token_ids(load_config(args.generation_config).get("eos_token_id"))
+    for entry in entries(model, shape):
+        (args.out / f"{entry.name}.mlir").write_text(lower(entry, params), encoding="utf-8")
+    content = json.dumps(interface(model, shape, args.weights, eos), indent=1, sort_keys=True)
+    (args.out / "interface.json").write_text(content + "\n")
+
+
+def _expect(args: argparse.Namespace) -> None:
+    from emit import expect
+    from emit.config import load_config
+    from emit.entry import Model
+    from emit.shape import Shape
+
+    model = Model.of(load_config(args.config))
+    params = expect.load_params(model, args.weights, args.params)
+    if args.inputs:
+        expect.expected(model, Shape.parse(args.shape), params, args.inputs, args.out)
+    if args.new_tokens:
+        content = expect.reference(model, params, args.seed, args.new_tokens)
+        expect.write_reference(args.out / "prompts.json", content)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m emit", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    convert = commands.add_parser("convert", help="checkpoint directory → params.irpa, params.json")
+    convert.add_argument("checkpoint", type=Path)
+    convert.add_argument("--weights", required=True, choices=("auto", "f32", "bf16", "f16"))
+    convert.add_argument("--expect-config", help="JSON the checkpoint's config must agree with")
+    convert.set_defaults(run=_convert)
+    graphs = commands.add_parser("graphs", help="config and shape → <entry>.mlir, interface.json")
+    graphs.add_argument("--generation-config", type=Path, help="generation_config.json, for eos")
+    graphs.set_defaults(run=_graphs)
+    wanted = commands.add_parser("expect", help="inputs → what JAX computes from them")
+    wanted.add_argument("--params", type=Path, required=True)
+    wanted.add_argument("--inputs", type=Path, help="directory of <entry>.npz")
+    wanted.add_argument("--seed", type=int, default=0)
+    wanted.add_argument("--new-tokens", type=int, default=0, help="greedy tokens a prompt")
+    wanted.set_defaults(run=_expect)
+    for sub in (graphs, wanted):
+        sub.add_argument("--config", type=Path, required=True)
+        sub.add_argument("--weights", required=True, choices=("f32", "bf16", "f16"))
+        sub.add_argument("--shape", required=True)
+    for sub in (convert, graphs, wanted):
+        sub.add_argument("--out", type=Path, required=True)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one stage; a failure the user can act on is one line on stderr and exit code 1."""
+    args = _parser().parse_args(argv)
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+        args.run(args)
+    except (EmitError, OSError) as error:
+        if os.environ.get("SCANWRIGHT_DEBUG") == "1":
+            traceback.print_exc()
+        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""Strict reading of a Hugging Face `config.json` into a family's frozen dataclass.
+
+A key is used, ignored by name, or must stand at the value that a family declares as its only
+supported one; anything else raises, with all offenders in one message.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from emit.errors import EmitError
+
+T = TypeVar("T")
+
+# Keys of any transformers config that say nothing about the graph.
+BOOKKEEPING = frozenset(
+    """_name_or_path architectures auto_map bos_token_id dtype eos_token_id initializer_range
+    model_type pad_token_id sep_token_id torch_dtype transformers_version use_cache _commit_hash
+    return_dict output_attentions output_hidden_states torchscript finetuning_task
+    id2label label2id problem_type task_specific_params tokenizer_class
+    attn_implementation _attn_implementation _attn_implementation_autoset""".split()
+)
+
+
+def load_config(path: Path) -> dict[str, Any]:
+    """Parse `path`; both `Infinity` and `{"__float__": "Infinity"}` are read as floats.
+
+    Raises EmitError if the file is missing, not JSON, or not an object.
+    """
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise EmitError(
+            f"{path}: cannot be read ({error.strerror}); a checkpoint directory needs a config.json"
+        ) from error
+    except ValueError as error:
+        raise EmitError(f"{path}: not valid JSON ({error}); download it again") from error
+    if not isinstance(raw, dict):
+        raise EmitError(f"{path}: found a {type(raw).__name__}, expected a JSON object")
+    return plain_floats(raw)
+
+
+def plain_floats(value: Any) -> Any:
+    """Replace every `{"__float__": "Infinity"}` in `value` by the float it stands for."""
+    if isinstance(value, dict):
+        if set(value) == {"__float__"}:
+            return float(value["__float__"])
+        return {key: plain_floats(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [plain_floats(item) for item in value]
+    return value
+
+
+def read(
+    cls: type[T],
+    raw: Mapping[str, Any],
+    *,
+    ignored: frozenset[str] = frozenset(),
+    only: Mapping[str, Any] | None = None,
+    aliases: Mapping[str, str] | None = None,
+) -> T:
+    """Fill the dataclass `cls` from `raw`.
+
+    Fields without a default are required. `ignored` are keys whose value does not matter to the
+    graph, each for a reason the family states; `only` maps keys to the one supported value;
+    `aliases` maps other dialects' key names to field names. Raises EmitError naming every missing,
+    mistyped, unsupported and unknown key at once.
+    """
+    only = only or {}
+    values = {(aliases or {}).get(key, key): value for key, value in raw.items()}
+    fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
+    problems: list[str] = []
+    filled: dict[str, Any] = {}
+    for name, field in fields.items():
+        if name in values:
+            problem, filled[name] = _convert(name, values[name], str(field.type))
+            problems += [problem] if problem else []
+        elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
+            problems.append(f"{name} is missing")
+    for name, value in values.items():
+        if name in fields or name in ignored or name in BOOKKEEPING:
+            continue
+        if name not in only:
+            problems.append(f"{name} = {json.dumps(value)} is not a known key")
+        elif value != only[name]:
+            problems.append(
+                f"{name} = {json.dumps(value)} is not supported (only {json.dumps(only[name])})"
+            )
+    if problems:
+        raise EmitError(f"config.json of {raw.get('model_type', '?')}: " + "; ".join(problems))
+    return cls(**filled)
+
+
+def _convert(name: str, value: Any, kind: str) -> tuple[str | None, Any]:
+    """Check `value` against the annotation text `kind`; returns (problem, converted value)."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if kind == "int" and number and float(value).is_integer():
+        return (None, int(value)) if value > 0 else (f"{name} = {value} must be positive", None)
+    if kind == "float" and number and not math.isnan(value):
+        return None, float(value)
+    if kind == "bool" and isinstance(value, bool):
+        return None, value
+    if kind == "str" and isinstance(value, str):
+        return None, value
+    if kind == "tuple[float, float]" and isinstance(value, list) and len(value) == 2:
+        if all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in value):
+            return None, (float(value[0]), float(value[1]))
+    return f"{name} = {json.dumps(value)} is not of type {kind}", None
+
+
+def token_ids(value: Any) -> tuple[int, ...]:
+    """`eos_token_id` as a tuple: null, an int or a list of ints."""
+    if value is None:
+        return ()
+    ids = value if isinstance(value, list) else [value]
+    if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+        raise EmitError(f"eos_token_id = {json.dumps(value)}: expected an int, a list or null")
+    return tuple(ids)

@@ -1,0 +1,203 @@
+"""The functions a bundle exports, built from one family's `forward`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+from jax import Array, ShapeDtypeStruct
+
+from emit import config
+from emit.errors import EmitError
+from emit.shape import Shape
+from emit.state import DTYPES, WORDS, StateSpec
+from emit.weights import WeightMap, describe
+
+
+class Family(Protocol):
+    """What a module under `emit/families/` provides."""
+
+    Config: Any
+    weights: Callable[[Any], WeightMap]
+    state: Callable[[Any], list[StateSpec]]
+    forward: Callable[..., tuple[Array, dict[str, Array]]]
+
+
+@dataclass(frozen=True)
+class Model:
+    """A family with its config read, for one weight type."""
+
+    name: str
+    family: Family
+    cfg: Any
+    raw: Mapping[str, Any]
+    weight_map: WeightMap
+    state: list[StateSpec]
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> Model:
+        """Find the family named by `model_type` and read `raw` (a parsed config.json)."""
+        name = raw.get("model_type")
+        if not isinstance(name, str) or not name.isidentifier():
+            raise EmitError(f"config.json: model_type = {name!r}, expected a family name")
+        if importlib.util.find_spec(f"emit.families.{name}") is None:
+            raise EmitError(f"config.json: model_type = {name!r} is not a supported family")
+        family: Any = importlib.import_module(f"emit.families.{name}")
+        cfg = family.Config.read(raw)
+        return cls(name, family, cfg, raw, family.weights(cfg), family.state(cfg))
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One exported function: `fn(params, *inputs)`; `inputs` and `outputs` are (name, struct)."""
+
+    name: str
+    fn: Callable[..., Any]
+    inputs: tuple[tuple[str, ShapeDtypeStruct], ...]
+    outputs: tuple[tuple[str, ShapeDtypeStruct], ...]
+    donated: tuple[int, ...]
+    uses_params: bool
+
+
+def _i32(*shape: int) -> ShapeDtypeStruct:
+    return ShapeDtypeStruct(shape, jnp.int32)
+
+
+def _forward(
+    model: Model, params: Any, tokens: Array, lengths: Array, positions: Array, state: Any
+) -> tuple[Any, ...]:
+    """(logits, their argmax, *new state) of `tokens` [rows, steps]."""
+    names = [spec.name for spec in model.state]
+    given = dict(zip(names, state, strict=True))
+    logits, new = model.family.forward(model.cfg, params, tokens, lengths, positions, given)
+    return logits, jnp.argmax(logits, axis=-1).astype(jnp.int32), *(new[n] for n in names)
+
+
+def _rows(model: Model, rows: int) -> tuple[list[Any], list[Any]]:
+    """Inputs and outputs of a forward pass that all its forms share: states, and logits before."""
+    state = [(spec.name, spec.struct(rows)) for spec in model.state]
+    logits = ShapeDtypeStruct((rows, model.cfg.vocab_size), jnp.float32)
+    return state, [("logits", logits), ("argmax", _i32(rows)), *state]
+
+
+def _prefill(model: Model, chunk: int) -> Entry:
+    """Up to `chunk` tokens of one sequence, the first `length` of them valid."""
+
+    def fn(params: Any, tokens: Array, length: Array, position: Array, *state: Any):
+        return _forward(model, params, tokens, jnp.clip(length, 0, chunk), position, state)
+
+    state, outputs = _rows(model, 1)
+    inputs = (("tokens", _i32(1, chunk)), ("length", _i32(1)), ("position", _i32(1)), *state)
+    donated = tuple(range(3, len(inputs)))
+    return Entry(f"prefill_{chunk}", fn, inputs, tuple(outputs), donated, uses_params=True)
+
+
+def _decode(model: Model, slots: int) -> Entry:
+    """One token for each slot; a slot whose `active` is 0 keeps its state."""
+
+    def fn(params: Any, tokens: Array, positions: Array, active: Array, *state: Any):
+        lengths = (active != 0).astype(jnp.int32)
+        return _forward(model, params, tokens[:, None], lengths, positions, state)
+
+    state, outputs = _rows(model, slots)
+    words = [(word, _i32(slots)) for word in ("tokens", "positions", "active")]
+    inputs = (*words, *state)
+    donated = tuple(range(3, len(inputs)))
+    return Entry("decode", fn, inputs, tuple(outputs), donated, uses_params=True)
+
+
+def _seed(model: Model, slots: int) -> Entry:
+    """Put one sequence's state into a slot."""
+    count = len(model.state)
+
+    def fn(params: Any, slot: Array, *states: Any):
+        del params
+        return tuple(
+            jax.lax.dynamic_update_slice_in_dim(old, new, slot, spec.slot_axis)
+            for spec, old, new in zip(model.state, states[:count], states[count:], strict=True)
+        )
+
+    batch = [(spec.name, spec.struct(slots)) for spec in model.state]
+    single = [(f"new.{spec.name}", spec.struct(1)) for spec in model.state]
+    return Entry(
+        "seed",
+        fn,
+        (("slot", _i32()), *batch, *single),
+        tuple(batch),
+        tuple(range(1, 1 + count)),
+        uses_params=False,
+    )
+
+
+def _extract(model: Model, slots: int) -> Entry:
+    """Copy one slot's state out."""
+
+    def fn(params: Any, slot: Array, *states: Any):
+        del params
+        return tuple(
+            jax.lax.dynamic_slice_in_dim(old, slot, 1, spec.slot_axis)
+            for spec, old in zip(model.state, states, strict=True)
+        )
+
+    batch = [(spec.name, spec.struct(slots)) for spec in model.state]
+    single = [(spec.name, spec.struct(1)) for spec in model.state]
+    return Entry("extract", fn, (("slot", _i32()), *batch), tuple(single), (), uses_params=False)
+
+
+def entries(model: Model, shape: Shape) -> list[Entry]:
+    """Every function of the bundle for `shape`."""
+    prefills = [_prefill(model, chunk) for chunk in shape.chunks]
+    batched = [make(model, shape.slots) for make in (_decode, _seed, _extract)]
+    return [*prefills, *batched]
+
+
+def param_structs(model: Model, weights: str) -> dict[str, ShapeDtypeStruct]:
+    """Abstract values of all parameters under the weight type `weights`."""
+    return {
+        spec.name: ShapeDtypeStruct(spec.shape, DTYPES[spec.dtype])
+        for spec in model.weight_map.specs(weights)
+    }
+
+
+def interface(model: Model, shape: Shape, weights: str, eos: tuple[int, ...]) -> dict[str, Any]:
+    """What the manifest says of the graph (see README, "The manifest")."""
+
+    def described(rows: Sequence[tuple[str, ShapeDtypeStruct]]) -> list[dict[str, Any]]:
+        return [
+            {"name": name, "dtype": WORDS[struct.dtype], "shape": list(struct.shape)}
+            for name, struct in rows
+        ]
+
+    bos = model.raw.get("bos_token_id")
+    return {
+        "family": model.name,
+        "vocab_size": model.cfg.vocab_size,
+        "eos_token_ids": list(eos or config.token_ids(model.raw.get("eos_token_id"))),
+        "bos_token_id": bos if isinstance(bos, int) else None,
+        "functions": {
+            entry.name: {"inputs": described(entry.inputs), "outputs": described(entry.outputs)}
+            for entry in entries(model, shape)
+        },
+        "state": [
+            {
+                "name": spec.name,
+                "dtype": spec.dtype,
+                "shape": list(spec.shape),
+                "slot_axis": spec.slot_axis,
+                "kind": spec.kind,
+            }
+            for spec in model.state
+        ],
+        "params": [describe(param, weights) for param in model.weight_map.params],
+        "numerics": {
+            "weights": weights,
+            "accumulate": "f32",
+            "activations": "f32",
+            "quantization": None,
+        },
+    }

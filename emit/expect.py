@@ -1,0 +1,114 @@
+"""What the graphs compute, according to JAX: the other side of the build's proof.
+
+Expected outputs of every entry on given inputs, and greedy generations from a few prompts by
+folding single steps (no chunked form is involved, so the compiled prefill is compared with the
+recurrence itself).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from emit import irpa
+from emit.entry import Model, entries
+from emit.shape import Shape
+
+PROMPT_LENGTHS = (1, 3, 9, 19, 40)
+TOP = 8
+
+
+def load_params(model: Model, weights: str, path: Path) -> dict[str, jax.Array]:
+    """The parameters of the archive `path`, as JAX arrays in their stored types."""
+    specs = model.weight_map.specs(weights)
+    return {name: jnp.asarray(array) for name, array in irpa.read(path, specs).items()}
+
+
+def expected(
+    model: Model, shape: Shape, params: Mapping[str, Any], inputs: Path, out: Path
+) -> None:
+    """Run each entry on `inputs`/<entry>.npz, write `out`/<entry>.npz (arrays by output name)."""
+    for entry in entries(model, shape):
+        with np.load(inputs / f"{entry.name}.npz") as given:
+            arrays = [given[name] for name, _ in entry.inputs]
+        results = jax.jit(entry.fn)(params if entry.uses_params else {}, *arrays)
+        named = {
+            name: np.asarray(result)
+            for (name, _), result in zip(entry.outputs, results, strict=True)
+        }
+        np.savez(out / f"{entry.name}.npz", allow_pickle=False, **named)
+
+
+def prompts(vocab_size: int, seed: int) -> list[list[int]]:
+    """Seeded random prompts of `PROMPT_LENGTHS` tokens."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab_size, n).tolist() for n in PROMPT_LENGTHS]
+
+
+def generate(
+    model: Model, params: Mapping[str, Any], prompts: list[list[int]], new_tokens: int
+) -> list[dict[str, Any]]:
+    """Greedy tokens, the `TOP` largest logits before each, and the smallest top-1/top-2 gap.
+
+    All prompts run as rows of one batch, one token a step, each from its own zero state.
+    """
+    rows = len(prompts)
+    names = [spec.name for spec in model.state]
+
+    @jax.jit
+    def step(params: Any, tokens: Any, active: Any, positions: Any, state: Any):
+        given = dict(zip(names, state, strict=True))
+        logits, new = model.family.forward(
+            model.cfg, params, tokens[:, None], active, positions, given
+        )
+        return logits, [new[name] for name in names]
+
+    state: Any = [jnp.zeros(spec.batched(rows), jnp.float32) for spec in model.state]
+    texts = [list(prompt) for prompt in prompts]
+    tops: list[list[list[list[float]]]] = [[] for _ in prompts]
+    goals = [len(prompt) + new_tokens for prompt in prompts]
+    for position in range(max(goals) - 1):
+        active = [position < goal - 1 for goal in goals]
+        tokens = [text[position] if on else 0 for text, on in zip(texts, active, strict=True)]
+        logits, state = step(
+            params,
+            np.asarray(tokens, np.int32),
+            np.asarray(active, np.int32),
+            np.full(rows, position, np.int32),
+            state,
+        )
+        values = np.asarray(logits)
+        for row, text in enumerate(texts):
+            if active[row] and position == len(text) - 1:
+                order = np.argsort(-values[row], kind="stable")[:TOP]
+                tops[row].append([[int(i), float(values[row, i])] for i in order])
+                text.append(int(order[0]))
+    return [
+        {
+            "tokens": prompt,
+            "generated": text[len(prompt) :],
+            "top_logits": top,
+            "min_gap": min((t[0][1] - t[1][1] for t in top if len(t) > 1), default=math.inf),
+        }
+        for prompt, text, top in zip(prompts, texts, tops, strict=True)
+    ]
+
+
+def reference(
+    model: Model, params: Mapping[str, Any], seed: int, new_tokens: int
+) -> dict[str, Any]:
+    """The `oracle` and `prompts` parts of reference.json."""
+    rows = generate(model, params, prompts(model.cfg.vocab_size, seed), new_tokens)
+    return {"oracle": {"name": "jax", "version": jax.__version__}, "prompts": rows}
+
+
+def write_reference(path: Path, content: Mapping[str, Any]) -> None:
+    """Canonical JSON, so that the same numbers give the same bytes."""
+    path.write_text(json.dumps(content, sort_keys=True, indent=1, allow_nan=False) + "\n")

@@ -1,0 +1,83 @@
+"""Projections, norms and activations shared by all families.
+
+Dimensions, here and in every op: B batch rows, T tokens of a chunk, V vocabulary, K inputs of a
+projection, O its outputs. Activations are float32; weights are float32, bfloat16 or float16 and are
+widened inside the product, so the result is that of float32 arithmetic on the stored weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
+    "silu": jax.nn.silu,
+    "swish": jax.nn.silu,
+    "relu": jax.nn.relu,
+    "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
+}
+
+
+def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+    """`x @ weight.T + bias`: x f32[B, T, K], weight [O, K], bias f32[O] -> f32[B, T, O].
+
+    With few rows the product is written as multiply and sum, which reads each weight once in its
+    stored type; with many rows it is a matrix product over the widened weight.
+    """
+    rows = x.shape[0] * x.shape[1]
+    if rows <= MULTIPLY_SUM_ROWS and weight.dtype != jnp.float32:
+        y = jnp.sum(x[..., None, :] * weight.astype(jnp.float32), axis=-1)
+    else:
+        flat = x.reshape(rows, x.shape[2])
+        y = jax.lax.dot_general(
+            flat,
+            weight.astype(jnp.float32),
+            (((1,), (1,)), ((), ())),
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        ).reshape(*x.shape[:2], weight.shape[0])
+    return y if bias is None else y + bias
+
+
+MULTIPLY_SUM_ROWS = 8
+
+
+def embed(tokens: Array, table: Array) -> Array:
+    """Rows of `table` [V, K] for tokens i32[B, T], clamped to the table -> f32[B, T, K]."""
+    return jnp.take(table, tokens, axis=0, mode="clip").astype(jnp.float32)
+
+
+def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+    """`x / sqrt(mean(x²) + eps) * weight` over the last axis (arXiv:1910.07467, eq. 4), float32."""
+    return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
+
+
+def gated_group_rms_norm(x: Array, gate: Array, weight: Array, groups: int, eps: float) -> Array:
+    """RMSNorm of `x * silu(gate)` over each of `groups` equal parts of the last axis, float32.
+
+    x, gate f32[B, T, K], weight f32[K] -> f32[B, T, K]. Mamba2's output norm (arXiv:2405.21060,
+    section 7.2) with the gate applied first, as the published models do; the mean is per group.
+    """
+    gated = x * jax.nn.silu(gate)
+    parts = gated.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
+    scale = jax.lax.rsqrt(jnp.mean(parts * parts, axis=-1, keepdims=True) + eps)
+    return (parts * scale).reshape(x.shape) * weight
+
+
+def last_valid(x: Array, lengths: Array) -> Array:
+    """The row of each sequence's last valid token: x f32[B, T, K], lengths i32[B] -> f32[B, 1, K].
+
+    One slice a row instead of a batched gather, which not every target lowers. A row of length 0
+    gives its position 0.
+    """
+    if x.shape[1] == 1:
+        return x
+    rows = [
+        jax.lax.dynamic_slice_in_dim(x[b], jnp.maximum(lengths[b] - 1, 0), 1, axis=0)
+        for b in range(x.shape[0])
+    ]
+    return jnp.stack(rows)

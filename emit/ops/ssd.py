@@ -1,0 +1,115 @@
+"""Mamba2's state-space duality (SSD) recurrence, arXiv:2405.21060.
+
+    h[t] = exp(dt[t] A) h[t-1] + dt[t] x[t] B[t]^T       (eq. 1 with scalar A per head, section 2.4)
+    y[t] = h[t] C[t] + D x[t]
+
+| tensor | shape           | meaning                                       |
+|--------|-----------------|-----------------------------------------------|
+| x      | [B, T, H, P]    | H heads of P channels (`step`: T = 1)         |
+| dt     | [B, T, H]       | step size after softplus, clamp and mask, ≥ 0 |
+| A      | [H]             | negative decay rates                          |
+| Bm, Cm | [B, T, G, N]    | input and output maps, one for H/G heads      |
+| D      | [H]             | skip                                          |
+| state  | [B, H, P, N]    | h                                             |
+
+Everything is float32. Identity update for padding: dt = 0, which leaves h as it is exactly.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+MASKED = -1e30  # exp of it is exactly 0; an infinity would make NaN where it meets its own negative
+
+
+def step(
+    x: Array, dt: Array, A: Array, Bm: Array, Cm: Array, D: Array, state: Array
+) -> tuple[Array, Array]:
+    """One token: x [B, 1, H, P] -> (y [B, 1, H, P], state)."""
+    B, _, H, P = x.shape
+    G, N = Bm.shape[2:]
+    decay = jnp.exp(dt[:, 0] * A)
+    inputs = dt[:, 0, :, None] * x[:, 0]
+    decay, inputs = jax.lax.optimization_barrier((decay, inputs))
+    grouped = state.reshape(B, G, H // G, P, N)
+    update = inputs.reshape(B, G, H // G, P, 1) * Bm[:, 0, :, None, None, :]
+    new = grouped * decay.reshape(B, G, H // G, 1, 1) + update
+    y = jnp.sum(new * Cm[:, 0, :, None, None, :], axis=-1).reshape(B, 1, H, P)
+    return y + D[:, None] * x, new.reshape(B, H, P, N)
+
+
+def scan(
+    x: Array, dt: Array, A: Array, Bm: Array, Cm: Array, D: Array, state: Array, chunk: int
+) -> tuple[Array, Array]:
+    """T tokens in chunks of Q = `chunk` (T is padded up to a multiple): -> (y [B, T, H, P], state).
+
+    1. Inside a chunk: y = (C B^T * L) (dt x), L[i, j] = exp(sum of dt A over j < t <= i), j <= i.
+    2. Each chunk's own contribution to the state: sum_j exp(decay from j to its end) dt x B^T.
+    3. The recurrence over chunk states.
+    4. What the state before the chunk adds: y += exp(decay from its start) C h.
+
+    The cumulative decay is a cumsum behind a barrier: as a product with a triangle of ones fused
+    into its consumers, the compiler has been seen to give wrong numbers.
+    """
+    B, T, H, P = x.shape
+    G, N = Bm.shape[2:]
+    Q = min(chunk, T)
+    pad = -T % Q
+    skip = D[:, None] * x
+    if pad:
+        x, dt, Bm, Cm = (
+            jnp.pad(a, [(0, 0), (0, pad)] + [(0, 0)] * (a.ndim - 2)) for a in (x, dt, Bm, Cm)
+        )
+    n = (T + pad) // Q  # chunks
+    R = H // G  # heads of a group
+    a = (dt * A).reshape(B, n, Q, H).transpose(0, 1, 3, 2)
+    cum = jax.lax.optimization_barrier(jnp.cumsum(a, axis=-1))  # [B, n, H, Q]
+    xdt = (x * dt[..., None]).reshape(B, n, Q, H, P).transpose(0, 1, 3, 2, 4)  # [B, n, H, Q, P]
+    Bc = Bm.reshape(B, n, Q, G, N).transpose(0, 1, 3, 2, 4)  # [B, n, G, Q, N]
+    Cc = Cm.reshape(B, n, Q, G, N).transpose(0, 1, 3, 2, 4)
+    xdt, Bc, Cc = jax.lax.optimization_barrier((xdt, Bc, Cc))
+
+    scores = _matmul(Cc, Bc.swapaxes(-1, -2))  # 1. [B, n, G, Q, Q]
+    causal = jnp.arange(Q)[:, None] >= jnp.arange(Q)[None, :]
+    decay = jnp.exp(jnp.where(causal, cum[..., :, None] - cum[..., None, :], MASKED))
+    weights = (scores[:, :, :, None] * decay.reshape(B, n, G, R, Q, Q)).reshape(B, n, H, Q, Q)
+    y = _matmul(weights, xdt)  # [B, n, H, Q, P]
+
+    to_end = jnp.exp(cum[..., -1:] - cum)  # 2.
+    weighted = (xdt * to_end[..., None]).reshape(B, n, G, R, Q, P)
+    weighted = weighted.transpose(0, 1, 2, 3, 5, 4).reshape(B, n, G, R * P, Q)
+    own = _matmul(weighted, Bc).reshape(B, n, H, P, N)
+
+    total = jnp.exp(cum[..., -1])  # 3. [B, n, H]
+    before = []
+    for i in range(n):
+        before.append(state)
+        state = state * total[:, i, :, None, None] + own[:, i]
+
+    entering = jnp.stack(before, axis=1).reshape(B, n, G, R * P, N)  # 4.
+    carried = _matmul(Cc, entering.swapaxes(-1, -2)).reshape(B, n, G, Q, R, P)
+    carried = carried.transpose(0, 1, 2, 4, 3, 5).reshape(B, n, H, Q, P)
+    y = y + carried * jnp.exp(cum)[..., None]
+    y = y.transpose(0, 1, 3, 2, 4).reshape(B, T + pad, H, P)[:, :T]
+    return y + skip, state
+
+
+def _matmul(a: Array, b: Array) -> Array:
+    """Batched float32 product over the last two axes, as one batch axis behind barriers.
+
+    In this canonical form each product becomes one kernel of its own on every target.
+    """
+    batch = a.shape[:-2]
+    a3, b3 = jax.lax.optimization_barrier(
+        (a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]))
+    )
+    out = jax.lax.dot_general(
+        a3,
+        b3,
+        (((2,), (1,)), ((0,), (0,))),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return jax.lax.optimization_barrier(out).reshape(*batch, a.shape[-2], b.shape[-1])

@@ -1,0 +1,61 @@
+"""Lower an entry to StableHLO text in which the weights are IREE parameters, not arguments."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+
+from emit.entry import Entry
+from emit.errors import EmitError
+
+_MAIN = "func.func public @main("
+_SYMBOL = re.compile(r"@([A-Za-z_][\w.$-]*)")
+_ARGUMENT = re.compile(r"(%arg\d+): (tensor<[^>]*>)")
+_RESULT_INFO = re.compile(r' \{jax\.result_info = "[^"]*"\}')
+
+
+def lower(entry: Entry, params: Mapping[str, Any]) -> str:
+    """`module @<entry>` with one public function and its helpers, all named `@<entry>[.<helper>]`.
+
+    Each parameter becomes a `util.global` that is `#flow.parameter.named<"model"::"NAME">`. The
+    text holds no locations, so it depends on nothing but the entry. Raises EmitError if the graph
+    needs a custom call, which no target can compile.
+    """
+    used = params if entry.uses_params else {}
+    lowered = jax.jit(
+        entry.fn, donate_argnums=tuple(i + 1 for i in entry.donated), keep_unused=True
+    ).lower(used, *(struct for _, struct in entry.inputs))
+    text = lowered.as_text()
+    if "custom_call" in text:
+        call = re.search(r"custom_call @?\S+", text)
+        raise EmitError(f"{entry.name}: lowers to {call[0] if call else 'a custom call'}")
+    return _with_parameters(text, entry.name, sorted(used))
+
+
+def _with_parameters(text: str, name: str, params: list[str]) -> str:
+    """Rename the symbols of `text` and turn its first `len(params)` arguments into globals."""
+    lines = text.rstrip().split("\n")
+    main = next(i for i, line in enumerate(lines) if _MAIN in line)
+    head, rest = lines[main].split(_MAIN)
+    arguments, results = rest.split(") -> ", 1)
+    given = re.split(r", (?=%arg\d+: )", arguments)
+    globals_, loads = [], []
+    for param, argument in zip(params, given, strict=False):
+        match = _ARGUMENT.match(argument)
+        assert match is not None, argument
+        value, kind = match.groups()
+        source = f'#flow.parameter.named<"model"::"{param}">'
+        globals_.append(f'  util.global private @"{param}" = {source} : {kind}')
+        loads.append(f'    {value} = util.global.load @"{param}" : {kind}')
+    kept = ", ".join(given[len(params) :])
+    lines[main] = _RESULT_INFO.sub("", f"{head}func.func public @{name}({kept}) -> {results}")
+    helpers = {m[1] for line in lines if (m := re.search(r"func\.func private @([\w.$-]+)", line))}
+    renamed = [
+        _SYMBOL.sub(lambda m: f"@{name}.{m[1]}" if m[1] in helpers else m[0], line)
+        for line in lines[1:]
+    ]
+    body = [*renamed[:main], *loads, *renamed[main:]]
+    return "\n".join([f"module @{name} {{", *globals_, *body]) + "\n"

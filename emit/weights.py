@@ -1,0 +1,200 @@
+"""From a checkpoint's tensors to canonical parameters: one row a parameter, all errors together."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from emit import irpa
+from emit.errors import EmitError
+from emit.state import DTYPES, WORDS
+
+
+class TensorInfo(Protocol):
+    """What is known of a checkpoint tensor before it is read; `dtype` is a NumPy dtype."""
+
+    @property
+    def dtype(self) -> np.dtype: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Source(Protocol):
+    """A checkpoint: named tensors and a way to read one of them."""
+
+    @property
+    def tensors(self) -> Mapping[str, TensorInfo]: ...
+
+    def read(self, name: str) -> np.ndarray: ...
+
+
+def copy(tensor: np.ndarray) -> np.ndarray:
+    """The tensor as it is."""
+    return tensor
+
+
+def depthwise_kernel(tensor: np.ndarray) -> np.ndarray:
+    """A depthwise `Conv1d` weight [C, 1, K] as [K, C], so that channels are contiguous."""
+    return tensor[:, 0, :].T
+
+
+@dataclass(frozen=True)
+class Param:
+    """One canonical parameter.
+
+    `source` lists the names the tensor may have in a checkpoint (exactly one must be present);
+    `source_shape` is its shape there, `shape` that after `transform`. A `matrix` is stored in the
+    recipe's weight type, everything else in float32. `offset` and `scale` say how to draw a random
+    stand-in: offset + scale × standard normal.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    source: tuple[str, ...]
+    source_shape: tuple[int, ...]
+    transform: Callable[[np.ndarray], np.ndarray] = copy
+    matrix: bool = False
+    offset: float = 0.0
+    scale: float = 0.02
+
+    def spec(self, weights: str) -> irpa.Tensor:
+        """This parameter as stored under the weight type `weights`."""
+        return irpa.Tensor(self.name, weights if self.matrix else "f32", self.shape)
+
+
+@dataclass(frozen=True)
+class WeightMap:
+    """All parameters of a model, and the checkpoint tensors that are known and not used."""
+
+    params: tuple[Param, ...]
+    unused: frozenset[str] = field(default_factory=frozenset)
+
+    def specs(self, weights: str) -> list[irpa.Tensor]:
+        """Storage specs in file order."""
+        return [param.spec(weights) for param in self.params]
+
+
+def vector(name: str, size: int, prefix: str, offset: float = 0.0, scale: float = 0.02) -> Param:
+    """A float32 vector stored under `prefix + name`."""
+    return Param(name, (size,), (prefix + name,), (size,), offset=offset, scale=scale)
+
+
+def matrix(name: str, shape: tuple[int, int], *source: str) -> Param:
+    """A projection [outputs, inputs]; random stand-ins are drawn with variance 1/inputs."""
+    return Param(name, shape, source, shape, matrix=True, scale=shape[1] ** -0.5)
+
+
+def resolve(weight_map: WeightMap, source: Source) -> dict[str, str]:
+    """Canonical name → checkpoint name for every parameter.
+
+    Raises EmitError listing, at once, every parameter with no tensor or more than one, every
+    misshapen tensor and every tensor that nothing uses.
+    """
+    problems: list[str] = []
+    chosen: dict[str, str] = {}
+    used = set(weight_map.unused)
+    for param in weight_map.params:
+        present = [name for name in param.source if name in source.tensors]
+        used.update(present)
+        if len(present) != 1:
+            what = "is missing" if not present else "is there under two names"
+            problems.append(f"{' / '.join(present or param.source)} {what}")
+            continue
+        chosen[param.name] = present[0]
+        shape = source.tensors[present[0]].shape
+        if shape != param.source_shape:
+            problems.append(
+                f"{present[0]} has shape {list(shape)}, expected {list(param.source_shape)}"
+            )
+    wanted = [name for param in weight_map.params for name in param.source]
+    for name in sorted(set(source.tensors) - used):
+        close = difflib.get_close_matches(name, wanted, n=1, cutoff=0.8)
+        hint = f" (like {close[0]})" if close else ""
+        problems.append(f"{name} is not a tensor of this family{hint}")
+    if problems:
+        shown = "; ".join(problems[:20])
+        more = f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
+        raise EmitError(f"checkpoint: {len(problems)} tensors do not fit: {shown}{more}")
+    return chosen
+
+
+def checkpoint_type(weight_map: WeightMap, source: Source, chosen: Mapping[str, str]) -> str:
+    """The one dtype word of all matrices in the checkpoint, `f32` if they differ."""
+    found = {
+        WORDS.get(source.tensors[chosen[param.name]].dtype)
+        for param in weight_map.params
+        if param.matrix
+    }
+    word = found.pop() if len(found) == 1 else "f32"
+    return word if word in ("f32", "bf16", "f16") else "f32"
+
+
+def narrow(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """`array` as `dtype`; EmitError if a finite value becomes infinite or a value is not finite."""
+    if array.dtype not in WORDS or array.dtype.kind in "iu":
+        raise EmitError(f"{name}: found dtype {array.dtype}, expected float32, bfloat16 or float16")
+    wide = array.astype(np.float32)
+    if not np.isfinite(wide).all():
+        raise EmitError(f"{name}: holds NaN or infinity; the checkpoint is damaged")
+    if array.dtype == dtype:
+        return array
+    with np.errstate(over="ignore"):
+        out = wide.astype(dtype)
+    if not np.isfinite(out.astype(np.float32)).all():
+        largest = float(np.abs(wide).max())
+        raise EmitError(f"{name}: {largest:g} does not fit in {dtype}; use weights=f32 or bf16")
+    return out
+
+
+def convert(weight_map: WeightMap, source: Source, weights: str, out: Path) -> dict[str, Any]:
+    """Write `out`/params.irpa and `out`/params.json; returns what the latter holds.
+
+    `weights` is `f32`, `bf16`, `f16`, or `auto` for the checkpoint's own type. One tensor at a time
+    is in memory.
+    """
+    chosen = resolve(weight_map, source)
+    if weights == "auto":
+        weights = checkpoint_type(weight_map, source, chosen)
+    specs = weight_map.specs(weights)
+
+    def arrays() -> Iterator[np.ndarray]:
+        for param, spec in zip(weight_map.params, specs, strict=True):
+            name = chosen[param.name]
+            yield narrow(name, param.transform(source.read(name)), DTYPES[spec.dtype])
+
+    irpa.write(out / "params.irpa", specs, arrays())
+    report = {
+        "weights": weights,
+        "params": [describe(param, weights) for param in weight_map.params],
+        "unused": sorted(set(weight_map.unused) & set(source.tensors)),
+    }
+    (out / "params.json").write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
+    return report
+
+
+def describe(param: Param, weights: str) -> dict[str, Any]:
+    """The manifest's row for `param`."""
+    return {
+        "name": param.name,
+        "dtype": param.spec(weights).dtype,
+        "shape": list(param.shape),
+        "offset": param.offset,
+        "scale": param.scale,
+    }
+
+
+def layer(params: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    """The parameters whose name starts with `prefix`, without it."""
+    return {name[len(prefix) :]: p for name, p in params.items() if name.startswith(prefix)}
+
+
+def per_layer(count: int, rows: Callable[[int], Iterable[Param]]) -> tuple[Param, ...]:
+    """`rows(i)` for each of `count` layers, in order."""
+    return tuple(param for i in range(count) for param in rows(i))
