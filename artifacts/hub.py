@@ -1,0 +1,218 @@
+"""The Hugging Face hub: what a revision holds, and downloads that resume and are checked.
+
+huggingface_hub makes the requests (its token, proxy and retry rules hold) and is imported here
+only when a request is needed. Files are downloaded over plain HTTP into a partial file that
+survives a killed process, because the library's own download functions drop theirs; the digest
+that the hub announced or the lock recorded is compared before a file gets its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from artifacts.disk import hash_file, is_full, sync, user_error
+from artifacts.lockfile import Digest, is_commit
+from runtime.errors import UserError
+
+DEFAULT_ENDPOINT = "https://huggingface.co"
+TRIES = 4  # in a row without a new byte
+_TIMEOUT_S = 30.0
+
+
+@dataclass(frozen=True)
+class Remote:
+    """A file of a commit: `sha256` where the hub knows it (LFS), else its git object id."""
+
+    name: str
+    size: int
+    sha256: str | None
+    git_oid: str | None
+
+
+class Hub:
+    """Requests about one repository. Every method raises UserError, one line."""
+
+    def __init__(self, repo: str, endpoint: str | None = None) -> None:
+        self.repo = repo
+        self.endpoint = (endpoint or os.environ.get("HF_ENDPOINT") or DEFAULT_ENDPOINT).rstrip("/")
+
+    def resolve(self, revision: str) -> tuple[str, dict[str, Remote]]:
+        """The commit that `revision` names now, and its files by path."""
+        from huggingface_hub import HfApi
+
+        api = HfApi(endpoint=self.endpoint, library_name="scanwright")
+        try:
+            info = api.model_info(
+                self.repo, revision=revision, files_metadata=True, timeout=_TIMEOUT_S
+            )
+        except Exception as error:
+            self._explain(error, revision)
+        if not is_commit(info.sha):
+            raise UserError(f"hf:{self.repo}: {self.endpoint} names no commit for revision "
+                            f"{revision}; check HF_ENDPOINT")  # fmt: skip
+        files = {}
+        for item in info.siblings or []:
+            sha = item.lfs.sha256 if item.lfs else None
+            size = item.lfs.size if item.lfs else item.size
+            if size is not None:
+                files[item.rfilename] = Remote(item.rfilename, size, sha, item.blob_id)
+        return str(info.sha), files
+
+    def download(self, commit: str, remote: Remote, dest: Path, partial: Path) -> Digest:
+        """Bring `remote` to `dest`; returns its digest. Continues what `partial` already holds.
+
+        The file appears under `dest` complete and checked or not at all. Bytes that arrived before
+        a failure stay in `partial`, unless the disk is full or they proved wrong.
+        """
+        try:
+            return self._download(commit, remote, dest, partial)
+        except OSError as error:
+            if is_full(error):
+                with contextlib.suppress(OSError):
+                    partial.unlink()
+            raise user_error(error, dest, remote.size) from error
+
+    def _download(self, commit: str, remote: Remote, dest: Path, partial: Path) -> Digest:
+        partial.touch()
+        if partial.stat().st_size > remote.size:
+            os.truncate(partial, 0)
+        resumed = partial.stat().st_size > 0
+        while True:
+            self._receive(commit, remote, partial)
+            digest = hash_file(partial)
+            wrong = differs(remote, partial, digest)
+            if wrong is None:
+                sync(partial)
+                partial.replace(dest)
+                sync(dest.parent)
+                return digest
+            partial.unlink()
+            if not resumed:
+                raise UserError(
+                    f"hf:{self.repo}: {remote.name}: {wrong}; the download was damaged, or the "
+                    "hub's file is not the one that was pinned: try again, or delete the lock to "
+                    "accept what the hub has now"
+                )
+            partial.touch()
+            resumed = False  # what an earlier run left was wrong: once more from the start
+
+    def _receive(self, commit: str, remote: Remote, partial: Path) -> None:
+        """Append to `partial` until it has the expected size."""
+        from huggingface_hub import hf_hub_url
+        from huggingface_hub.file_download import http_get
+        from huggingface_hub.utils import build_hf_headers
+
+        url = hf_hub_url(self.repo, remote.name, revision=commit, endpoint=self.endpoint)
+        headers = build_hf_headers(library_name="scanwright")
+        headers["Accept-Encoding"] = "identity"  # ranges of the file, not of a compressed form
+        size, failures = remote.size, 0
+        while (have := partial.stat().st_size) != size:
+            try:
+                if have > size:
+                    os.truncate(partial, 0)
+                    raise UserError(
+                        f"hf:{self.repo}: {remote.name}: the hub sent more than the expected "
+                        f"{size} bytes; try again, or delete the lock to accept what it has now"
+                    )
+                with partial.open("r+b") as file:
+                    file.seek(have)
+                    http_get(url, file, resume_size=have, headers=headers, expected_size=size)
+            except Exception as error:
+                progress = partial.stat().st_size > have
+                failures = 0 if progress else failures + 1
+                if not _transient(error) or failures >= TRIES:
+                    self._explain(error, commit, remote.name)
+                if not progress:
+                    time.sleep(0.25 * 2**failures)
+
+    def _explain(self, error: Exception, revision: str, name: str | None = None) -> NoReturn:
+        """Raise `error` as one line; errors of this machine pass unchanged."""
+        from huggingface_hub.errors import HfHubHTTPError
+
+        where = f"hf:{self.repo}: {name}" if name else f"hf:{self.repo}"
+        if isinstance(error, UserError):
+            raise error
+        if isinstance(error, HfHubHTTPError) and error.response.status_code < 500:
+            raise UserError(f"{where}: {self._refusal(error, revision)}") from error
+        network = isinstance(error, HfHubHTTPError) or _from_network(error)
+        if not network and (not isinstance(error, OSError | ValueError) or _of_system(error)):
+            raise error
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        began = "broke off in the download" if name else "cannot be reached"
+        again = "go on from the bytes that are here" if name else "try again"
+        raise UserError(
+            f"{where}: the hub at {self.endpoint} {began} ({reason}); run the same command to "
+            f"{again}, or build from the recipe's configuration without weights: params=none"
+        ) from error
+
+    def _refusal(self, error: Any, revision: str) -> str:
+        """What a 4xx answer means and what to do about it."""
+        from huggingface_hub import errors, get_token
+
+        page, sent = f"{self.endpoint}/{self.repo}", get_token() is not None
+        if isinstance(error, errors.GatedRepoError):
+            if sent:
+                return (
+                    "gated repository, and the account of the token that was sent has not been "
+                    f"granted access; ask for it at {page}"
+                )
+            return (
+                f"gated repository and no token was sent; accept its terms at {page}, then set "
+                "HF_TOKEN or run `hf auth login`"
+            )
+        if isinstance(error, errors.RevisionNotFoundError):
+            return f"no revision {revision}; expected a branch, tag or commit of {page}"
+        if isinstance(error, errors.RepositoryNotFoundError):
+            hint = "" if sent else "; if it is private, set HF_TOKEN or run `hf auth login`"
+            return f"no such repository at {self.endpoint}; check the name org/name{hint}"
+        if isinstance(error, errors.RemoteEntryNotFoundError):
+            return f"no such file at revision {revision}; the hub no longer has what was pinned"
+        status = error.response.status_code
+        if status in (401, 403) and sent:
+            return (
+                f"the hub refused the token that was sent ({status}), from HF_TOKEN or "
+                "`hf auth login`; make a valid one with read access at "
+                f"{self.endpoint}/settings/tokens, or unset it for a public model"
+            )
+        if status in (401, 403):
+            return f"access refused ({status}) and no token was sent; set HF_TOKEN"
+        reason = " ".join(str(error).split())[:200]
+        return f"the hub at {self.endpoint} answered {status} ({reason}); try again later"
+
+
+def differs(remote: Remote, path: Path, digest: Digest) -> str | None:
+    """How the bytes at `path` differ from what was announced; None if they do not."""
+    sha, size = digest
+    if remote.sha256 is not None:
+        return None if sha == remote.sha256 else f"sha256 is {sha}, expected {remote.sha256}"
+    if remote.git_oid is not None:
+        oid = hashlib.sha1(b"blob %d\0" % size + path.read_bytes()).hexdigest()
+        return None if oid == remote.git_oid else f"git id is {oid}, expected {remote.git_oid}"
+    return None
+
+
+def _from_network(error: Exception) -> bool:
+    """True for errors of the HTTP client that huggingface_hub uses."""
+    return any(kind.__module__.startswith(("httpx", "httpcore")) for kind in type(error).__mro__)
+
+
+def _transient(error: Exception) -> bool:
+    """True if the same request may succeed soon (http_get has already waited for a connection)."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code >= 500
+    if _from_network(error):
+        return type(error).__name__ != "ConnectError"
+    return isinstance(error, OSError) and not _of_system(error)  # fewer bytes than expected
+
+
+def _of_system(error: Exception) -> bool:
+    """True for an error that this machine's kernel gave: a full disk, a denied write."""
+    return isinstance(error, OSError) and error.errno is not None
