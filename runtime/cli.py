@@ -1,0 +1,259 @@
+"""The `scanwright` command: generate, inspect, verify, bench.
+
+Only the chosen command's module is imported, and NumPy and IREE only once its arguments are good.
+Exit codes: 0 done, 1 a failure (one line on stderr), 2 wrong usage, 130 interrupted, 141 the reader
+of stdout went away.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from runtime.errors import UserError, report
+
+if TYPE_CHECKING:
+    from runtime.tokenizer import Tokenizer
+
+# command: (module with add_arguments(parser) and run(args) -> exit code, what it does)
+COMMANDS = {
+    "generate": ("runtime.cli", "stream text from a bundle"),
+    "inspect": ("runtime.inspect", "say what a bundle is"),
+    "verify": ("runtime.verify", "check a bundle's digests and its reference on this device"),
+    "bench": ("runtime.bench", "measure a bundle on this device"),
+}
+_DESCRIPTION = "Run a Scanwright bundle."
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one-line errors and no abbreviations."""
+
+    def __init__(self, prog: str, description: str, epilog: str | None = None) -> None:
+        super().__init__(
+            prog=prog,
+            description=description,
+            epilog=epilog,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Print one line and exit with 2."""
+        self.exit(2, f"error: {' '.join(message.split())} (see {self.prog} --help)\n")
+
+
+def entry() -> NoReturn:
+    """The console script."""
+    code = main(sys.argv[1:])
+    if code in (130, 141):  # whatever is left in the buffer has no reader
+        _discard_stdout()
+    sys.exit(code)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run one command line (without the program's name) and return its exit code."""
+    try:
+        code = _dispatch(list(argv))
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except SystemExit as stop:  # argparse, after --help or an error
+        return stop.code if isinstance(stop.code, int) else 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        _discard_stdout()
+        return 141
+    except UserError as error:
+        return report(error)
+    except OSError as error:
+        if error.filename is None:
+            _discard_stdout()
+        return report(UserError(f"{error.filename or 'stdout'}: {error.strerror or error}"))
+    except Exception as error:
+        return report(_unexpected(error))
+
+
+def _dispatch(argv: list[str]) -> int:
+    width = max(map(len, COMMANDS))
+    listing = "\n".join(f"  {name:{width}}  {about}" for name, (_, about) in COMMANDS.items())
+    top = Parser("scanwright", _DESCRIPTION, f"commands:\n{listing}")
+    top.usage = "scanwright COMMAND … (scanwright COMMAND --help tells more)"
+    if not argv or argv[0].startswith("-"):
+        top.parse_args(argv)
+        top.error(f"no command, expected one of {', '.join(COMMANDS)}")
+    name = argv[0]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=2) or list(COMMANDS)
+        top.error(f"no command {name!r}, expected {' or '.join(near)}")
+    module_name, about = COMMANDS[name]
+    module = importlib.import_module(module_name)
+    parser = Parser(f"scanwright {name}", about[0].upper() + about[1:] + ".")
+    module.add_arguments(parser)
+    return module.run(parser.parse_args(argv[1:]))
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `scanwright generate`."""
+    parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="bundle directory")
+    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
+    prompt.add_argument(
+        "--tokens", metavar="1,2,3", type=_token_ids, help="token ids to continue (no tokenizer)"
+    )
+    prompt.add_argument("--prompt-file", metavar="F", type=Path, help="UTF-8 file to continue")
+    parser.add_argument(
+        "--max-tokens", metavar="N", type=int, required=True, help="generate at most N tokens"
+    )
+    parser.add_argument("--device", metavar="URI", help="IREE device (default: the target's)")
+    group = parser.add_argument_group("sampling (greedy unless the temperature is above 0)")
+    group.add_argument(
+        "--seed", metavar="S", type=int, help="same seed, same tokens (default: fresh)"
+    )
+    group.add_argument("--temperature", metavar="T", type=float, default=0.0)
+    group.add_argument("--top-k", metavar="K", type=int, default=0, help="keep the K largest")
+    group.add_argument("--top-p", metavar="P", type=float, default=1.0, help="keep this mass")
+    group.add_argument(
+        "--min-p", metavar="M", type=float, default=0.0, help="keep M times the largest or more"
+    )
+    parser.add_argument(
+        "--stop", metavar="STR", action="append", default=[], help="end before this text; repeats"
+    )
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after the end token")
+    parser.add_argument(
+        "--top-logits", metavar="K", type=int, default=0, help="report K logits a token (--json)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """`scanwright generate`: everything that can be wrong is checked before the module is opened.
+
+    Raises UserError.
+    """
+    import time
+
+    from runtime import manifest as manifests
+    from runtime import tokenizer as tokenizers
+    from runtime.generate import Request, generate
+    from runtime.sampling import SamplingParams
+    from runtime.text import TextStream
+
+    started = time.perf_counter()
+    sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
+    if args.top_logits and not args.json:
+        raise UserError("top-logits: found without --json, expected --json beside it")
+    _check_directory(args.bundle)
+    manifest = manifests.load(args.bundle)
+    tokenizer = tokenizers.load(args.bundle, manifest.files.tokenizer)
+    prompt = _prompt(args, tokenizer)
+    request = Request(prompt, args.max_tokens, sampling, args.ignore_eos, args.top_logits)
+    request.check(manifest)
+    if args.stop and tokenizer is None:
+        raise UserError(f"stop: {_no_tokenizer(args.bundle)}; leave --stop out")
+    stream = None if tokenizer is None else TextStream(tokenizer.stream(prompt), args.stop)
+
+    from runtime.module import Module
+    from runtime.session import Session
+
+    device = Module.open(args.bundle, manifest, args.device)
+    session = Session(device, manifest)
+    open_s = time.perf_counter() - started
+    show = (lambda token, text: None) if args.json else _Printer(tokenizer is None)
+    result = generate(session, device, manifest, request, stream, show)
+    if args.json:
+        import json
+
+        print(json.dumps(result.to_json(open_s), allow_nan=False))
+    else:
+        print()
+    return 0
+
+
+class _Printer:
+    """Prints text, or ids as --tokens takes them, as they come."""
+
+    def __init__(self, ids: bool) -> None:
+        self._ids = ids
+        self._before = ""
+        if sys.stdout is not None and hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(errors="replace")  # type: ignore[attr-defined]
+
+    def __call__(self, token: int | None, text: str) -> None:
+        if self._ids and token is not None:
+            text, self._before = f"{self._before}{token}", ","
+        if text:
+            print(text, end="", flush=True)
+
+
+def _prompt(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[int, ...]:
+    """Token ids of whichever prompt was given."""
+    if args.tokens is not None:
+        return args.tokens
+    flag = "prompt" if args.prompt is not None else "prompt-file"
+    if tokenizer is None:
+        raise UserError(f"{flag}: {_no_tokenizer(args.bundle)}; give ids with --tokens 1,2,3")
+    text = args.prompt if args.prompt is not None else _read_text(args.prompt_file)
+    if not text:
+        where = "prompt" if args.prompt is not None else str(args.prompt_file)
+        raise UserError(f"{where}: found an empty prompt, expected some text")
+    return tuple(tokenizer.encode(text))
+
+
+def _read_text(path: Path) -> str:
+    """A UTF-8 file as it is, line ends included."""
+    try:
+        return path.read_bytes().decode()
+    except OSError as error:
+        raise UserError(
+            f"{path}: {error.strerror or error}, expected a UTF-8 text file as --prompt-file"
+        ) from error
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path}: byte {error.start} is not UTF-8, expected UTF-8 text; convert the file"
+        ) from error
+
+
+def _token_ids(text: str) -> tuple[int, ...]:
+    if not text.strip():
+        return ()
+    if not re.fullmatch(r" *-?[0-9]{1,19} *(, *-?[0-9]{1,19} *)*", text):
+        shown = text if len(text) <= 40 else text[:40] + "…"
+        raise argparse.ArgumentTypeError(
+            f"found {shown!r}, expected token ids separated by commas, as in 1,2,3"
+        )
+    return tuple(map(int, text.split(",")))
+
+
+def _check_directory(bundle: Path) -> None:
+    if not bundle.is_dir():
+        what = "a file" if bundle.exists() else "no such directory"
+        raise UserError(f"{bundle}: {what}, expected a bundle directory; build one with doit build")
+
+
+def _no_tokenizer(bundle: Path) -> str:
+    return f"{bundle} has no tokenizer.json, which text needs"
+
+
+def _unexpected(error: Exception) -> UserError:
+    line = UserError(
+        f"unexpected {type(error).__name__}: {error} (a defect of scanwright; run again with"
+        " SCANWRIGHT_DEBUG=1 for the traceback)"
+    )
+    line.__cause__ = error
+    return line
+
+
+def _discard_stdout() -> None:
+    """Send what is still buffered for stdout nowhere, so that exiting does not fail on it."""
+    try:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except (AttributeError, OSError, ValueError):
+        return
