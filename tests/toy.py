@@ -1,0 +1,256 @@
+"""A tiny stateful model with the real calling convention, as text, module and bundle.
+
+Vocabulary 16; h[t] = 0.9 h[t-1] + embed[token] + bank[token] + 0.01 position; a tail of the last
+two embeddings; logits = h @ out + tail. Enough to tell a swapped state, slot or position.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import hashlib
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from runtime import manifest as mf
+from runtime.params_random import random_values, write_archive
+from runtime.vmfb import bytecode_version
+
+V, D, SLOTS, CHUNKS = 16, 8, 3, (4, 8)
+STATE = (
+    mf.StateSpec("h", "f32", (1, D), 0, "fixed"),
+    mf.StateSpec("tail", "f32", (2, 1, D), 1, "fixed"),
+)
+FLAGS = {
+    "local": (
+        "--iree-hal-target-device=local",
+        "--iree-hal-local-target-device-backends=llvm-cpu",
+        "--iree-llvmcpu-target-cpu=x86-64-v2",
+    ),
+    "vulkan": ("--iree-hal-target-device=vulkan",),
+}
+_MLIR = {"f32": "f32", "bf16": "bf16", "i32": "i32"}
+_JNP = {"f32": jnp.float32, "bf16": jnp.bfloat16, "i32": jnp.int32}
+
+
+def param_specs(device: str, bank_rows: int) -> tuple[mf.ParamSpec, ...]:
+    """embed (bf16 where the device has it), out, and a bank of `bank_rows` rows."""
+    kind = "f32" if device == "vulkan" else "bf16"
+    return (
+        mf.ParamSpec("embed", kind, (V, D), 0.0, 1.0),
+        mf.ParamSpec("out", "f32", (D, V), 0.0, 0.5),
+        mf.ParamSpec("bank", "f32", (bank_rows, D), 0.25, 0.1),
+    )
+
+
+def _step(params: Any, token: Any, position: Any, h: Any, tail: Any) -> Any:
+    """One token of one row: h [D], tail [2,D] -> (logits [V], h, tail)."""
+    embed, out, bank = params
+    x = embed[token].astype(jnp.float32)
+    h = 0.9 * h + x + bank[token] + 0.01 * position.astype(jnp.float32)
+    logits = h @ out + jnp.tile(tail[0], V // D)
+    return logits, h, jnp.stack([tail[1], x])
+
+
+def prefill(params: Any, tokens: Any, length: Any, position: Any, h: Any, tail: Any) -> Any:
+    """tokens [1,P], length [1], position [1], state of one slot."""
+
+    def body(carry: Any, i: Any) -> Any:
+        _logits, h, tail = carry
+        new = _step(params, tokens[0, i], position[0] + i, h, tail)
+        keep = i < length[0]
+        return tuple(jnp.where(keep, a, b) for a, b in zip(new, carry, strict=True)), None
+
+    start = (jnp.zeros(V, jnp.float32), h[0], tail[:, 0])
+    (logits, h, tail), _ = jax.lax.scan(body, start, jnp.arange(tokens.shape[1]))
+    argmax = jnp.argmax(logits, -1).astype(jnp.int32)
+    return logits[None], argmax[None], h[None], tail[:, None]
+
+
+def decode(params: Any, tokens: Any, positions: Any, active: Any, h: Any, tail: Any) -> Any:
+    """tokens, positions, active [B], state of B slots."""
+    step = jax.vmap(functools.partial(_step, params), in_axes=(0, 0, 0, 1), out_axes=(0, 0, 1))
+    logits, h2, tail2 = step(tokens, positions, h, tail)
+    on = active > 0
+    h2 = jnp.where(on[:, None], h2, h)
+    tail2 = jnp.where(on[None, :, None], tail2, tail)
+    return logits, jnp.argmax(logits, -1).astype(jnp.int32), h2, tail2
+
+
+def seed(params: Any, slot: Any, h: Any, tail: Any, new_h: Any, new_tail: Any) -> Any:
+    """Replace a slot's rows."""
+    update = jax.lax.dynamic_update_slice_in_dim
+    return update(h, new_h, slot, 0), update(tail, new_tail, slot, 1)
+
+
+def extract(params: Any, slot: Any, h: Any, tail: Any) -> Any:
+    """Copy a slot's rows out."""
+    cut = jax.lax.dynamic_slice_in_dim
+    return cut(h, slot, 1, 0), cut(tail, slot, 1, 1)
+
+
+def graph(name: str) -> Any:
+    """The JAX function behind an entry point, called as (params, *inputs)."""
+    table = {"decode": decode, "seed": seed, "extract": extract}
+    return table.get(name, prefill)
+
+
+def _type(dtype: str, shape: tuple[int, ...]) -> str:
+    return "tensor<" + "x".join([*map(str, shape), _MLIR[dtype]]) + ">"
+
+
+def emit(name: str, spec: mf.FunctionSpec, params: tuple[mf.ParamSpec, ...]) -> tuple[str, str]:
+    """(global lines, functions) of one entry: a public wrapper that loads the parameters."""
+    avals = [jax.ShapeDtypeStruct(p.shape, _JNP[p.dtype]) for p in params]
+    inputs = [jax.ShapeDtypeStruct(i.shape, _JNP[i.dtype]) for i in spec.inputs]
+    flat = lambda *a: graph(name)(a[: len(params)], *a[len(params) :])  # noqa: E731
+    text = jax.jit(flat, keep_unused=True).lower(*avals, *inputs).as_text()
+    body = text[text.index("func.func") : text.rindex("}")]
+    body = body.replace("func.func private @", f"func.func private @{name}.")
+    body = body.replace("call @", f"call @{name}.")
+    body = body.replace("func.func public @main", f"func.func private @{name}.main")
+    donated = {o.name: i for i, o in enumerate(spec.outputs)} if name != "extract" else {}
+    args, loads, results = [], [], []
+    for i, arg in enumerate(spec.inputs):
+        alias = donated.get(arg.name)
+        note = "" if alias is None else f" {{tf.aliasing_output = {alias} : i32}}"
+        args.append(f"%a{i}: {_type(arg.dtype, arg.shape)}{note}")
+    for i, p in enumerate(params):
+        loads.append(f'    %p{i} = util.global.load @"{p.name}" : {_type(p.dtype, p.shape)}')
+    results = [_type(o.dtype, o.shape) for o in spec.outputs]
+    kinds = [_type(t.dtype, t.shape) for t in (*params, *spec.inputs)]
+    values = [f"%p{i}" for i in range(len(params))] + [f"%a{i}" for i in range(len(args))]
+    count = f":{len(results)}" if len(results) > 1 else ""
+    names = [f"%r#{i}" for i in range(len(results))] if count else ["%r"]
+    wrapper = "\n".join(
+        [
+            f"  func.func public @{name}({', '.join(args)}) -> ({', '.join(results)}) {{",
+            *loads,
+            f"    %r{count} = call @{name}.main({', '.join(values)})"
+            f" : ({', '.join(kinds)}) -> ({', '.join(results)})",
+            f"    return {', '.join(names)} : {', '.join(results)}",
+            "  }",
+        ]
+    )
+    lines = [
+        f'  util.global private @"{p.name}" = #flow.parameter.named<"model"::"{p.name}">'
+        f" : {_type(p.dtype, p.shape)}"
+        for p in params
+    ]
+    return "\n".join(lines), wrapper + "\n  " + body
+
+
+def _ref(path: Path) -> mf.FileRef:
+    data = path.read_bytes()
+    return mf.FileRef(path.name, hashlib.sha256(data).hexdigest(), len(data))
+
+
+def make_manifest(
+    device: str, params: tuple[mf.ParamSpec, ...], files: mf.Files, bytecode: str
+) -> mf.Manifest:
+    """The toy's manifest."""
+    return mf.Manifest(
+        schema=1,
+        model=mf.ModelInfo("toy", "toy", "dir:toy", None, "0" * 64, V, (0,), None),
+        target=mf.TargetInfo(
+            "cpu" if device == "local" else device,
+            device,  # type: ignore[arg-type]
+            "local-task" if device == "local" else device,
+            "x86-64-v2" if device == "local" else None,
+            ("+sse4.2", "+popcnt") if device == "local" else (),
+            "3.13.0",
+            bytecode,
+            FLAGS[device],
+        ),
+        shape=mf.ShapeInfo("b3-p4+8", SLOTS, CHUNKS, None),
+        files=files,
+        functions=mf.expected_functions(V, SLOTS, CHUNKS, STATE),
+        state=STATE,
+        params=params,
+        numerics=mf.Numerics("bf16", "f32", "f32", None),
+        prefix_sharing=False,
+        proof=mf.Proof("not-run", "toy", "fast", mf.Tolerance(1e-5, 1e-5)),
+    )
+
+
+def compile_text(text: str, device: str, out: Path) -> None:
+    """Run iree-compile on linked text."""
+    source = out.with_suffix(".mlir")
+    source.write_text(text)
+    tool = Path(sys.executable).with_name("iree-compile")
+    command = [str(tool), str(source), "-o", str(out), "--iree-input-type=stablehlo"]
+    subprocess.run([*command, *FLAGS[device]], check=True, timeout=300)
+
+
+def jax_params(params: tuple[mf.ParamSpec, ...], number: int) -> list[Any]:
+    """The random parameters of `number` as JAX arrays."""
+    out = []
+    for spec, data in zip(params, random_values(params, number), strict=True):
+        kind = jnp.bfloat16 if spec.dtype == "bf16" else data.dtype
+        out.append(jnp.asarray(np.asarray(data).view(kind)).reshape(spec.shape))
+    return out
+
+
+def greedy(params: list[Any], prompt: list[int], count: int) -> tuple[list[int], list[Any]]:
+    """Generate token by token with the JAX step: (tokens, logits of each)."""
+    h, tail = jnp.zeros(D), jnp.zeros((2, D))
+    logits = None
+    for i, token in enumerate(prompt):
+        logits, h, tail = _step(params, token, jnp.asarray(i), h, tail)
+    tokens, every = [], []
+    for i in range(count):
+        assert logits is not None
+        every.append(np.asarray(logits))
+        tokens.append(int(np.argmax(every[-1])))
+        logits, h, tail = _step(params, tokens[-1], jnp.asarray(len(prompt) + i), h, tail)
+    return tokens, every
+
+
+def _reference(params: list[Any]) -> dict[str, Any]:
+    prompts = []
+    for prompt in ([3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]):
+        tokens, every = greedy(params, prompt, 8)
+        top = [[[int(i), float(row[i])] for i in np.argsort(-row)[:4]] for row in every]
+        gap = min(t[0][1] - t[1][1] for t in top)
+        prompts.append({"tokens": prompt, "generated": tokens, "top_logits": top, "min_gap": gap})
+    oracle = {"name": "jax", "version": jax.__version__}
+    return {"schema": 1, "oracle": oracle, "prompts": prompts, "entries": None}
+
+
+@functools.lru_cache(maxsize=8)
+def bundle(device: str = "local", bank_rows: int = V, weight_free: bool = False) -> Path:
+    """A bundle directory of the toy (built once a process; copy it before changing it)."""
+    out = Path(tempfile.mkdtemp(prefix="toy-"))
+    atexit.register(shutil.rmtree, out, ignore_errors=True)
+    specs = param_specs(device, bank_rows)
+    functions = mf.expected_functions(V, SLOTS, CHUNKS, STATE)
+    parts = [emit(name, spec, specs) for name, spec in functions.items()]
+    text = "module @model {\n" + parts[0][0] + "\n" + "\n".join(p[1] for p in parts) + "\n}\n"
+    compile_text(text, device, out / "model.vmfb")
+    (out / "model.mlir").unlink()
+    write_archive(specs, 7, out / "params.irpa")
+    (out / "reference.json").write_text(json.dumps(_reference(jax_params(specs, 7))))
+    params = None if weight_free else _ref(out / "params.irpa")
+    reference = None if weight_free else _ref(out / "reference.json")
+    if weight_free:
+        (out / "params.irpa").unlink()
+        (out / "reference.json").unlink()
+    files = mf.Files(_ref(out / "model.vmfb"), params, reference, ())
+    toy = make_manifest(device, specs, files, bytecode_version(out / "model.vmfb"))
+    (out / mf.FILE_NAME).write_text(mf.dumps(toy))
+    return out
+
+
+def copy(source: Path, to: Path) -> Path:
+    """A copy of a bundle that a test may damage."""
+    shutil.copytree(source, to)
+    return to
