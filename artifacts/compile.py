@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import functools
 import hashlib
-import importlib.metadata
 import importlib.util
 import mmap
 import os
@@ -27,6 +26,7 @@ from pathlib import Path
 
 from artifacts.disk import explained
 from artifacts.link import MODULE, link
+from artifacts.tools import versions
 from runtime.errors import UserError
 
 PACKAGE = "iree-base-compiler"
@@ -46,10 +46,7 @@ class CompileStats:
 
 def compiler_version() -> str:
     """The installed compiler package's version, without importing it. Raises UserError."""
-    try:
-        return importlib.metadata.version(PACKAGE)
-    except importlib.metadata.PackageNotFoundError:
-        raise UserError(f"{PACKAGE} is not installed: pip install 'scanwright[build]'") from None
+    return versions([PACKAGE])[PACKAGE]
 
 
 def compiler_path() -> Path:

@@ -11,12 +11,12 @@ import json
 import os
 import platform
 import re
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from artifacts.compile import compiler_version, run_compiler
+from artifacts.disk import explained
+from artifacts.tools import versions
 from runtime.errors import UserError
 
 # LLVM feature -> its name in /proc/cpuinfo: the instructions that generated code may contain.
@@ -82,7 +82,9 @@ def resolve_cpu(name: str, triple: str | None, cache: Path) -> Cpu:
     list; the JSON file `cache` remembers. Raises UserError.
     """
     identity = _host_identity() if name == "host" else ""
-    words = json.dumps([name, triple, compiler_version(), identity, CPUINFO], sort_keys=True)
+    words = json.dumps(
+        [name, triple, versions(["iree-base-compiler"]), identity, CPUINFO], sort_keys=True
+    )
     key = hashlib.sha256(words.encode()).hexdigest()
     known = _load(cache)
     try:
@@ -122,6 +124,10 @@ def host_features() -> frozenset[str]:
 
 
 def _ask_compiler(name: str, triple: str | None) -> Cpu:
+    import tempfile  # here and not above: a warm build comes no further than the cache file
+
+    from artifacts.compile import run_compiler
+
     flags = [
         "--iree-hal-target-device=local",
         "--iree-hal-local-target-device-backends=llvm-cpu",
@@ -194,8 +200,8 @@ def _load(cache: Path) -> dict[str, dict[str, Any]]:
 
 
 def _save(cache: Path, known: dict[str, dict[str, Any]]) -> None:
-    cache.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(prefix=f".{cache.name}-", dir=cache.parent)
-    with os.fdopen(handle, "w", encoding="utf-8") as file:
-        json.dump(known, file, sort_keys=True, indent=1)
-    Path(name).replace(cache)
+    part = cache.with_name(f".{cache.name}-{os.getpid()}")
+    with explained(cache):
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(json.dumps(known, sort_keys=True, indent=1) + "\n", encoding="utf-8")
+        part.replace(cache)
