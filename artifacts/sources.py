@@ -18,6 +18,7 @@ _IMPORT = re.compile(
     r"|from[ \t]+(?P<base>[.\w]+)[ \t]+import[ \t]*(?P<names>\([^)]*\)|[^\n;#]+))",
     re.MULTILINE,
 )
+_DYNAMIC = re.compile(r"""\b(?:import_module|__import__)\(\s*["']([\w.]+)["']""")
 _COMMENT = re.compile(r"#[^\n]*")
 _CONTINUED = re.compile(r"\\\r?\n")
 
@@ -27,8 +28,8 @@ def source_digest(
 ) -> str:
     """sha256 hex over names and bytes of `modules` and all project modules they import.
 
-    Imports inside functions count; modules found by name at run time (a family) do not, so they
-    are to be named by the caller. Raises ValueError if a module of `modules` is not in the
+    Imports inside functions count; modules whose name is made at run time (a family) do not, so
+    the caller is to name them. Raises ValueError if a module of `modules` is not in the
     project.
     """
     digest = hashlib.sha256()
@@ -80,13 +81,13 @@ def imported(text: str, module: str, is_package: bool) -> Iterator[str]:
     """
     for match in _IMPORT.finditer(_CONTINUED.sub(" ", text)):
         if match["modules"]:
-            for name in _names(match["modules"]):
-                yield name
+            yield from _names(match["modules"])
             continue
         base = _absolute(match["base"], module, is_package)
         yield base
         for name in _names(match["names"]):
             yield f"{base}.{name}"
+    yield from _DYNAMIC.findall(text)
 
 
 def _names(text: str) -> Iterator[str]:
