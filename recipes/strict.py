@@ -24,21 +24,22 @@ class Fields:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.shown = shown(path)
-        self.nodes: dict[str, yaml.Node] = {}
         root = _compose(path, self.shown)
         if not isinstance(root, yaml.MappingNode):
             raise UserError(
                 f"{self.shown}:1: expected a mapping of recipe keys, found something else"
             )
         self.root = root
-        self.nodes = dict(self._pairs(root))
+        self.nodes: dict[str, yaml.Node] = dict(self._pairs(root))
+        self.keys: dict[str, yaml.Node] = {key.value: key for key, _ in root.value}
         self.taken: set[str] = set()
 
     def fail(self, node: yaml.Node, message: str) -> UserError:
         return UserError(f"{self.shown}:{node.start_mark.line + 1}: {message}")
 
     def fail_key(self, key: str, message: str) -> UserError:
-        return self.fail(self.nodes.get(key, self.root), f"{key}: {message}")
+        """An error about `key` as a whole, at the line of its name."""
+        return self.fail(self.keys.get(key, self.root), f"{key}: {message}")
 
     def take(
         self, key: str, read: Callable[[Fields, str, yaml.Node], Any], default: Any = ...
