@@ -81,20 +81,20 @@ def candidates(
     `logits` is one raw row f32[V]; `params.temperature` must be above 0. Raises UserError on NaN
     or +inf.
     """
-    row = checked(logits).astype(np.float64)
-    with np.errstate(over="ignore", under="ignore"):
-        weights = np.exp((row - row.max()) / params.temperature)
-    if 0 < params.top_k < weights.size:
+    row = checked(logits)
+    if 0 < params.top_k < row.size:
         ids = np.sort(largest(row, params.top_k))
     else:
-        ids = np.arange(weights.size)
-    ids = ids[weights[ids] > 0]
+        ids = np.arange(row.size)
+    scaled = row[ids].astype(np.float64)
+    with np.errstate(over="ignore", under="ignore"):
+        weights = np.exp((scaled - scaled.max()) / params.temperature)
+    keep = np.flatnonzero(weights)
     if params.top_p < 1:
-        ids = ids[_nucleus(weights[ids], row[ids], params.top_p)]
+        keep = keep[_nucleus(weights[keep], scaled[keep], params.top_p)]
     if params.min_p > 0:
-        ids = ids[weights[ids] >= params.min_p]
-    kept = weights[ids]
-    return ids, kept / kept.sum()
+        keep = keep[weights[keep] >= params.min_p]
+    return ids[keep], weights[keep] / weights[keep].sum()
 
 
 def largest(values: Row, count: int) -> NDArray[np.int64]:
@@ -104,8 +104,8 @@ def largest(values: Row, count: int) -> NDArray[np.int64]:
     edge = np.partition(values, values.size - count)[values.size - count]
     above = np.flatnonzero(values > edge)
     level = np.flatnonzero(values == edge)[: count - above.size]
-    found = np.concatenate([above, level])
-    return found[np.lexsort((found, -values[found]))]
+    found = np.sort(np.concatenate([above, level]))
+    return found[np.argsort(-values[found], kind="stable")]
 
 
 def top_logits(logits: Row, count: int) -> list[tuple[int, float]]:
@@ -141,4 +141,4 @@ def _nucleus(weights: Row, row: Row, mass: float) -> NDArray[np.int64]:
         if reached[-1] >= need or count == weights.size:
             keep = int(np.searchsorted(reached, need, side="left")) + 1
             return np.sort(best[:keep])
-        count = min(count * 8, weights.size)
+        count = min(count * 16, weights.size)
