@@ -167,7 +167,7 @@ def _complete(hub: Hub, home: Path, lock: Lock, missing: list[str], lock_path: P
 def _bring(hub: Hub, home: Path, commit: str, remote: Remote) -> Digest:
     """Download one file unless it is there already; returns its digest."""
     dest = home / commit / remote.name
-    if dest.is_file() and dest.stat().st_size == remote.size:
+    if dest.is_file() and not dest.is_symlink() and dest.stat().st_size == remote.size:
         digest = hash_file(dest)
         if not differs(remote, dest, digest):
             return digest

@@ -168,20 +168,19 @@ class Hub:
             )
         if isinstance(error, errors.RevisionNotFoundError):
             return f"no revision {revision}; expected a branch, tag or commit of {page}"
-        if isinstance(error, errors.RepositoryNotFoundError):
+        status = error.response.status_code
+        hidden = status in (401, 403) and not sent  # how the hub answers for a private repository
+        if isinstance(error, errors.RepositoryNotFoundError) or hidden:
             hint = "" if sent else "; if it is private, set HF_TOKEN or run `hf auth login`"
             return f"no such repository at {self.endpoint}; check the name org/name{hint}"
         if isinstance(error, errors.RemoteEntryNotFoundError):
             return f"no such file at revision {revision}; the hub no longer has what was pinned"
-        status = error.response.status_code
-        if status in (401, 403) and sent:
+        if status in (401, 403):
             return (
                 f"the hub refused the token that was sent ({status}), from HF_TOKEN or "
                 "`hf auth login`; make a valid one with read access at "
                 f"{self.endpoint}/settings/tokens, or unset it for a public model"
             )
-        if status in (401, 403):
-            return f"access refused ({status}) and no token was sent; set HF_TOKEN"
         reason = " ".join(str(error).split())[:200]
         return f"the hub at {self.endpoint} answered {status} ({reason}); try again later"
 

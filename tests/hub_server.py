@@ -7,9 +7,11 @@ gated and private repositories with tokens, the X-Error-Code answers, and faults
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
+import socket
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -76,6 +78,7 @@ class HubServer:
         self.repos: dict[str, Repo] = {}
         self.faults: list[Fault] = []
         self.log: list[Seen] = []
+        self.connections: list[socket.socket] = []
         self.served: dict[str, bytes] = {}  # sha256 → bytes sent instead of the right ones
         handler = type("Handler", (_Handler,), {"hub": self})
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -91,11 +94,14 @@ class HubServer:
         self.stop()
 
     def stop(self) -> None:
-        """Refuse connections from now on."""
+        """Refuse connections from now on and end those that are open."""
         if self._thread.is_alive():
             self._http.shutdown()
             self._thread.join()
         self._http.server_close()
+        for connection in self.connections:
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
 
     def add(self, name: str, files: dict[str, bytes], commit: str = "one", **options: Any) -> Repo:
         """A repository whose `main` is `commit`; adding again moves `main`."""
@@ -119,6 +125,10 @@ class HubServer:
 class _Handler(BaseHTTPRequestHandler):
     hub: ClassVar[HubServer]
     protocol_version = "HTTP/1.1"
+
+    def setup(self) -> None:
+        super().setup()
+        self.hub.connections.append(self.connection)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Quiet: the log is `hub.log`."""
@@ -161,7 +171,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _info(self, name: str, revision: str) -> None:
         found = self._open(name, revision, content=False)
-        if found is None or self._strike_status(f"/{revision}"):
+        if found is None:
+            return
+        if fault := self._fault(f"/{revision}"):
+            self._refuse(int(fault.kind), None, "a fault")
             return
         repo, commit = found
         siblings = []
@@ -201,13 +214,14 @@ class _Handler(BaseHTTPRequestHandler):
     # --- bodies ------------------------------------------------------------------------------
 
     def _file(self, name: str, data: bytes, headers: dict[str, str]) -> None:
-        if self._strike_status(name):
+        fault = self._fault(name)
+        if fault is not None and isinstance(fault.kind, int):
+            self._refuse(fault.kind, None, "a fault")
             return
         start = self.seen.range
         if start is not None and start >= len(data):
             self._send(416, b"", {"Content-Range": f"bytes */{len(data)}"})
             return
-        fault = self._fault(name, lambda fault: isinstance(fault.kind, str))
         body, status = data, 200
         if fault is not None and fault.kind == "flip":
             body = data[: fault.at] + bytes([data[fault.at] ^ 0xFF]) + data[fault.at + 1 :]
@@ -218,20 +232,13 @@ class _Handler(BaseHTTPRequestHandler):
             body = body[: fault.at]
         self._send(status, body, headers, fault.at if fault and fault.kind == "drop" else None)
 
-    def _fault(self, name: str, matches: Callable[[Fault], bool]) -> Fault | None:
+    def _fault(self, name: str) -> Fault | None:
+        """The first fault that has strikes left for a GET of `name`."""
         for fault in self.hub.faults:
             if self.command == "GET" and fault.times and name.endswith(fault.suffix):
-                if not matches(fault):
-                    continue
                 fault.times -= 1
                 return fault
         return None
-
-    def _strike_status(self, name: str) -> bool:
-        fault = self._fault(name, lambda fault: isinstance(fault.kind, int))
-        if fault is not None:
-            self._refuse(int(fault.kind), None, "a fault")
-        return fault is not None
 
     def _refuse(self, status: int, code: str | None, message: str) -> None:
         headers = {"X-Error-Message": message} | ({"X-Error-Code": code} if code else {})
