@@ -46,6 +46,10 @@ class Checkpoint:
     files: dict[str, Digest]
 
 
+class NotHere(UserError):
+    """Files are missing that only the hub can give."""
+
+
 def fetch(
     source: str,
     revision: str | None,
@@ -54,6 +58,7 @@ def fetch(
     *,
     weights: bool = True,
     endpoint: str | None = None,
+    offline: bool = False,
 ) -> Checkpoint:
     """The files of `source`, each equal to what the lock says.
 
@@ -62,6 +67,7 @@ def fetch(
     lock_path: written on first use and enforced afterwards; a branch that has moved since is not
     followed. weights=False brings configuration and tokenizer only; the lock is the same.
     endpoint: the hub, by default HF_ENDPOINT or https://huggingface.co.
+    offline: raise NotHere instead of asking the hub for anything.
 
     Raises UserError, one line, when the hub cannot be reached or refuses, when there is nothing
     but pickle files, when bytes differ from the lock, or when the disk is full.
@@ -77,6 +83,8 @@ def fetch(
     lock = _load(lock_path, source, wanted)
     home = dest_root / rest.replace("/", "--")
     if lock is None:
+        if offline:
+            raise NotHere(f"{source}: not fetched yet")
         with _alone(home, source):
             lock = _load(lock_path, source, wanted)  # another process may have been first
             if lock is None:
@@ -85,6 +93,8 @@ def fetch(
     names = [name for name in sorted(lock.files) if weights or not is_weights(name)]
     directory = home / lock.commit
     if _missing(directory, dest_root, lock, names, tell=False):
+        if offline:
+            raise NotHere(f"{source}: not here in full")
         with _alone(home, source):
             missing = _missing(directory, dest_root, lock, names, tell=True)
             _complete(Hub(rest, endpoint), home, lock, missing, lock_path)
@@ -146,7 +156,7 @@ def _pin(hub: Hub, home: Path, source: str, revision: str, weights: bool) -> Loc
         else:
             needed.append(remote)
     _check_space(home, commit, needed)
-    for remote in needed:
+    for remote in sorted(needed, key=_small_first):
         known[remote.name] = _bring(hub, home, commit, remote)
     return Lock(source, revision, commit, known)
 
@@ -157,7 +167,7 @@ def _complete(hub: Hub, home: Path, lock: Lock, missing: list[str], lock_path: P
     with explained(home):
         (home / lock.commit).mkdir(exist_ok=True)
     _check_space(home, lock.commit, remotes)
-    for remote in remotes:
+    for remote in sorted(remotes, key=_small_first):
         try:
             _bring(hub, home, lock.commit, remote)
         except UserError as error:
@@ -172,6 +182,10 @@ def _bring(hub: Hub, home: Path, commit: str, remote: Remote) -> Digest:
         if not differs(remote, dest, digest):
             return digest
     return hub.download(commit, remote, dest, _partial(home, commit, remote))
+
+
+def _small_first(remote: Remote) -> tuple[int, str]:
+    return remote.size, remote.name
 
 
 def _partial(home: Path, commit: str, remote: Remote) -> Path:
