@@ -16,8 +16,8 @@ import functools
 import json
 import mmap
 import os
+import shutil
 import sys
-import tempfile
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -153,15 +153,17 @@ def write_archive(specs: Sequence[mf.ParamSpec], seed: int, out: Path) -> None:
     index = rt.ParameterIndex()
     for spec in specs:
         index.add_buffer(spec.name, blocks.view(spec) if blocks else dense(spec, seed))
-    fd, name = tempfile.mkstemp(dir=out.parent, prefix=out.name + ".")
-    os.close(fd)
-    temporary = Path(name)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    needed = sum(spec.nbytes for spec in specs)
     try:
+        free = shutil.disk_usage(out.parent).free
+        if free < needed:  # the archive is written through a mapping, where a full disk is fatal
+            raise OSError(f"{free} bytes free")
         index.create_archive_file(str(temporary))
         temporary.replace(out)
     except (OSError, RuntimeError, ValueError) as error:
         raise UserError(
-            f"{out}: cannot write {sum(s.nbytes for s in specs)} bytes of parameters"
+            f"{out}: cannot write {needed} bytes of parameters"
             f" ({str(error).splitlines()[0][:200]}); free disk space or choose another --out"
         ) from error
     finally:
