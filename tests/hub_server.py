@@ -37,13 +37,13 @@ class Repo:
 
 @dataclass
 class Fault:
-    """Strikes the next `times` GETs whose path ends with `suffix` or that serve that file.
+    """Strikes the next `times` GETs of the file `name`, or of model info at `/<revision>`.
 
     kind: "drop" closes the connection after `at` bytes, "flip" inverts the byte at `at`,
     "short" ends the answer properly after `at` bytes, an integer answers with that status.
     """
 
-    suffix: str
+    name: str
     kind: str | int
     at: int = 0
     times: int = 1
@@ -235,7 +235,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _fault(self, name: str) -> Fault | None:
         """The first fault that has strikes left for a GET of `name`."""
         for fault in self.hub.faults:
-            if self.command == "GET" and fault.times and name.endswith(fault.suffix):
+            if self.command == "GET" and fault.times and name == fault.name:
                 fault.times -= 1
                 return fault
         return None
