@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+GRID = 256.0
+FORGOTTEN = -104.0  # exp of it is 0 in float32, and so is that of anything less
 MASKED = -1e30  # exp of it is exactly 0; an infinity would make NaN where it meets its own negative
 
 
@@ -51,7 +53,9 @@ def scan(
     4. What the state before the chunk adds: y += exp(decay from its start) C h.
 
     The cumulative decay is a cumsum behind a barrier: as a product with a triangle of ones fused
-    into its consumers, the compiler has been seen to give wrong numbers.
+    into its consumers, the compiler has been seen to give wrong numbers. It is kept as a pair of
+    sums, multiples of 1/GRID and what remains: differences of the first are exact and the second
+    stays below Q / GRID, so a token that erases the state costs the decays after it no digits.
     """
     B, T, H, P = x.shape
     G, N = Bm.shape[2:]
@@ -64,8 +68,12 @@ def scan(
         )
     n = (T + pad) // Q  # chunks
     R = H // G  # heads of a group
-    a = (dt * A).reshape(B, n, Q, H).transpose(0, 1, 3, 2)
-    cum = jax.lax.optimization_barrier(jnp.cumsum(a, axis=-1))  # [B, n, H, Q]
+    a = jnp.maximum(dt * A, FORGOTTEN).reshape(B, n, Q, H).transpose(0, 1, 3, 2)
+    grid = jnp.floor(a * GRID) / GRID
+    coarse, fine = jax.lax.optimization_barrier(
+        (jnp.cumsum(grid, axis=-1), jnp.cumsum(a - grid, axis=-1))
+    )
+    cum = coarse + fine  # [B, n, H, Q]
     xdt = (x * dt[..., None]).reshape(B, n, Q, H, P).transpose(0, 1, 3, 2, 4)  # [B, n, H, Q, P]
     Bc = Bm.reshape(B, n, Q, G, N).transpose(0, 1, 3, 2, 4)  # [B, n, G, Q, N]
     Cc = Cm.reshape(B, n, Q, G, N).transpose(0, 1, 3, 2, 4)
@@ -73,11 +81,13 @@ def scan(
 
     scores = _matmul(Cc, Bc.swapaxes(-1, -2))  # 1. [B, n, G, Q, Q]
     causal = jnp.arange(Q)[:, None] >= jnp.arange(Q)[None, :]
-    decay = jnp.exp(jnp.where(causal, cum[..., :, None] - cum[..., None, :], MASKED))
+    between = coarse[..., :, None] - coarse[..., None, :]
+    between = between + (fine[..., :, None] - fine[..., None, :])
+    decay = jnp.exp(jnp.where(causal, between, MASKED))
     weights = (scores[:, :, :, None] * decay.reshape(B, n, G, R, Q, Q)).reshape(B, n, H, Q, Q)
     y = _matmul(weights, xdt)  # [B, n, H, Q, P]
 
-    to_end = jnp.exp(cum[..., -1:] - cum)  # 2.
+    to_end = jnp.exp((coarse[..., -1:] - coarse) + (fine[..., -1:] - fine))  # 2.
     weighted = (xdt * to_end[..., None]).reshape(B, n, G, R, Q, P)
     weighted = weighted.transpose(0, 1, 2, 3, 5, 4).reshape(B, n, G, R * P, Q)
     own = _matmul(weighted, Bc).reshape(B, n, H, P, N)
