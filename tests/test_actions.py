@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
+import shutil
+import signal
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from artifacts.actions import Action, differences, explain, run
+from artifacts.actions import Action, Result, differences, explain, run
 from artifacts.records import action_key, decode_record
 from artifacts.store import Store
 from runtime.errors import UserError
@@ -152,7 +157,13 @@ def start_two_slow(root: Path) -> tuple[subprocess.Popen[str], subprocess.Popen[
         time.sleep(0.01)
     second = start(SLOW, root)
     assert second.stderr is not None
-    assert second.stderr.readline() == "waiting for another build of slow (model=m)\n"
+    watchdog = threading.Timer(30, second.kill)
+    watchdog.start()
+    line = second.stderr.readline()
+    watchdog.cancel()
+    if not line:
+        first.kill()
+    assert line == "waiting for another build of slow (model=m)\n"
     return first, second
 
 
@@ -215,11 +226,14 @@ def expected(n: int, name: str) -> bytes:
 
 
 def check_everything_visible(root: Path) -> int:
-    """Every record, blob and linked file that is there is complete and right; counts records."""
+    """Every record, blob and linked file that is there is complete and right; counts records.
+
+    What builders are to do with damage they find is another matter: here there must be none.
+    """
     blobs = {p.name: p for p in (root / "cache/blobs").glob("*/*") if p.suffix == ""}
     for name, path in blobs.items():
         assert hashlib.sha256(path.read_bytes()).hexdigest() == name
-    records = list((root / "cache/actions").iterdir())
+    records = list((root / "cache/actions").glob("*.json"))
     for path in records:
         record = decode_record(path.read_bytes(), path.stem)
         assert set(record.outputs) == {"big", "small", "copied"}
@@ -271,6 +285,94 @@ def rebuild(root: Path, n: int) -> dict[str, Path]:
     for name in ("big", "small"):
         (folder / name).write_bytes(expected(n, name))
     return {"big": folder / "big", "small": folder / "small", "copied": root / "source"}
+
+
+STEPS = frozenset(
+    "open write close fsync replace rename link unlink chmod mkdir rmdir utime flock".split()
+)
+
+
+def kill_at_every_step(root: Path, damaged: bool) -> int:
+    """Run a build in forks, each killed before one more of its file operations; counts them.
+
+    After each, what is visible must be right, and a build by the next process must end right.
+    `damaged`: the build finds a truncated blob, and a file to replace where it links to.
+    """
+    for step in range(1000):
+        here = root / str(step)
+        (here / "build" / "3").mkdir(parents=True)
+        (here / "source").write_bytes(expected(3, "copied"))
+        if damaged:
+            result = build_and_link(here)
+            path = Store(here / "cache").path(result.outputs["big"])
+            path.unlink()
+            path.write_bytes(b"truncated")
+        child = os.fork()
+        if child == 0:
+            devnull = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(devnull, 2)
+            seen = 0
+
+            def hook(frame: object, event: str, called: object, step: int = step) -> None:
+                nonlocal seen
+                if event == "c_call" and getattr(called, "__name__", "") in STEPS:
+                    if seen == step:
+                        os.kill(os.getpid(), signal.SIGKILL)
+                    seen += 1
+
+            sys.setprofile(hook)
+            build_and_link(here)
+            sys.setprofile(None)
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        if damaged:  # which the record goes on naming until it is put right
+            for path in (here / "cache/blobs").glob("*/*"):
+                data = path.read_bytes()
+                assert data == b"truncated" or hashlib.sha256(data).hexdigest() == path.name
+        else:
+            check_everything_visible(here)
+        build_and_link(here)
+        assert check_everything_visible(here) == 1
+        assert sorted(p.name for p in (here / "build/3").iterdir()) == ["big", "small"]
+        shutil.rmtree(here)
+        if os.waitstatus_to_exitcode(status) == 0:
+            return step
+        assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    raise AssertionError("the build does not end")
+
+
+def build_and_link(root: Path) -> Result:
+    store = Store(root / "cache")
+
+    def produce(scratch: Path) -> dict[str, Path]:
+        for name in ("big", "small"):
+            (scratch / name).write_bytes(expected(3, name))
+        return {"big": scratch / "big", "small": scratch / "small", "copied": root / "source"}
+
+    with store.using():
+        result = run(store, Action("kill", {"n": 3}), produce, meta={"n": 3})
+        for name in ("big", "small"):
+            store.link(result.outputs[name], root / "build/3" / name)
+    return result
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_kill_before_each_file_operation_leaves_nothing_wrong(
+    tmp_path: Path, damaged: bool
+) -> None:
+    # In a process of its own, which has no other threads, so that it can fork; in memory where
+    # that can be, as thousands of fsyncs would only wait for the disk.
+    code = (
+        "import sys; sys.path.insert(0, sys.argv[1]); import test_actions as t;"
+        f"print(t.kill_at_every_step(t.Path(sys.argv[2]), {damaged}))"
+    )
+    memory = Path("/dev/shm")
+    parent = memory if memory.is_dir() and os.access(memory, os.W_OK) else tmp_path
+    with tempfile.TemporaryDirectory(dir=parent) as place:
+        process = start(code, Path(__file__).parent, place)
+        out, err = process.communicate(timeout=300)
+    assert process.returncode == 0, err
+    assert int(out) > 50
 
 
 # Explain
