@@ -46,16 +46,17 @@ def _check_config(wanted: dict[str, Any], found: dict[str, Any], directory: Path
 
 
 def _graphs(args: argparse.Namespace) -> None:
-    from emit.config import load_config, token_ids
+    from emit.checkpoint import read_config_file
+    from emit.config import token_ids
     from emit.entry import Model, entries, interface, param_structs
     from emit.shape import Shape
     from emit.stablehlo import lower
 
-    model, shape = Model.of(load_config(args.config)), Shape.parse(args.shape)
+    model, shape = Model.of(read_config_file(args.config)), Shape.parse(args.shape)
     params = param_structs(model, args.weights)
     eos: tuple[int, ...] = ()
     if args.generation_config:
-        eos = token_ids(load_config(args.generation_config).get("eos_token_id"))
+        eos = token_ids(read_config_file(args.generation_config).get("eos_token_id"))
     for entry in entries(model, shape):
         (args.out / f"{entry.name}.mlir").write_text(lower(entry, params), encoding="utf-8")
     content = json.dumps(interface(model, shape, args.weights, eos), indent=1, sort_keys=True)
@@ -64,11 +65,11 @@ def _graphs(args: argparse.Namespace) -> None:
 
 def _expect(args: argparse.Namespace) -> None:
     from emit import expect
-    from emit.config import load_config
+    from emit.checkpoint import read_config_file
     from emit.entry import Model
     from emit.shape import Shape
 
-    model = Model.of(load_config(args.config))
+    model = Model.of(read_config_file(args.config))
     params = expect.load_params(model, args.weights, args.params)
     if args.inputs:
         expect.expected(model, Shape.parse(args.shape), params, args.inputs, args.out)

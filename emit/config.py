@@ -10,7 +10,6 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, TypeVar
 
 from emit.errors import EmitError
@@ -25,35 +24,6 @@ BOOKKEEPING = frozenset(
     id2label label2id problem_type task_specific_params tokenizer_class
     attn_implementation _attn_implementation _attn_implementation_autoset""".split()
 )
-
-
-def load_config(path: Path) -> dict[str, Any]:
-    """Parse `path`; both `Infinity` and `{"__float__": "Infinity"}` are read as floats.
-
-    Raises EmitError if the file is missing, not JSON, or not an object.
-    """
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise EmitError(
-            f"{path}: cannot be read ({error.strerror}); a checkpoint directory needs a config.json"
-        ) from error
-    except ValueError as error:
-        raise EmitError(f"{path}: not valid JSON ({error}); download it again") from error
-    if not isinstance(raw, dict):
-        raise EmitError(f"{path}: found a {type(raw).__name__}, expected a JSON object")
-    return plain_floats(raw)
-
-
-def plain_floats(value: Any) -> Any:
-    """Replace every `{"__float__": "Infinity"}` in `value` by the float it stands for."""
-    if isinstance(value, dict):
-        if set(value) == {"__float__"}:
-            return float(value["__float__"])
-        return {key: plain_floats(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [plain_floats(item) for item in value]
-    return value
 
 
 def read(
@@ -99,18 +69,27 @@ def read(
 def _convert(name: str, value: Any, kind: str) -> tuple[str | None, Any]:
     """Check `value` against the annotation text `kind`; returns (problem, converted value)."""
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if kind == "int" and number and float(value).is_integer():
-        return (None, int(value)) if value > 0 else (f"{name} = {value} must be positive", None)
-    if kind == "float" and number and not math.isnan(value):
+    if kind == "int" and number and (isinstance(value, int) or value.is_integer()):
+        if 0 < value < 2**31:
+            return None, int(value)
+        return f"{name} = {value} must be positive and below 2**31", None
+    if kind == "float" and _is_float(value):
         return None, float(value)
     if kind == "bool" and isinstance(value, bool):
         return None, value
     if kind == "str" and isinstance(value, str):
         return None, value
     if kind == "tuple[float, float]" and isinstance(value, list) and len(value) == 2:
-        if all(isinstance(v, (int, float)) and not isinstance(v, bool) for v in value):
+        if all(_is_float(v) for v in value):
             return None, (float(value[0]), float(value[1]))
     return f"{name} = {json.dumps(value)} is not of type {kind}", None
+
+
+def _is_float(value: Any) -> bool:
+    """A JSON number, not NaN, that a float can hold."""
+    if isinstance(value, int) and not isinstance(value, bool):
+        return abs(value) < 2**1000
+    return isinstance(value, float) and not math.isnan(value)
 
 
 def token_ids(value: Any) -> tuple[int, ...]:

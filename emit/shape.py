@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from emit.errors import EmitError
 
-_NAME = re.compile(r"b(\d+)-p(\d+(?:\+\d+)*)(?:-c(\d+))?")
+_NAME = re.compile(r"b([1-9]\d*)-p([1-9]\d*(?:\+[1-9]\d*)*)(?:-c([1-9]\d*))?")
 
 
 @dataclass(frozen=True)

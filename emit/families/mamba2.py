@@ -28,8 +28,9 @@ SCAN_CHUNK = 64
 # stream here is always float32) and norm_before_gate (Codestral sets it, the reference gates first
 # whatever it says, and so were the weights trained).
 IGNORED = frozenset(
-    """time_step_rank time_step_min time_step_max time_step_floor rescale_prenorm_residual
-    chunk_size residual_in_fp32 norm_before_gate""".split()
+    """time_step_rank time_step_min time_step_max time_step_floor time_step_scale
+    time_step_init_scheme rescale_prenorm_residual chunk_size residual_in_fp32
+    norm_before_gate""".split()
 )
 
 
@@ -60,7 +61,7 @@ class Config:
         cfg = config_reader.read(cls, raw, ignored=IGNORED, only={"rms_norm": True})
         inner, acts = cfg.num_heads * cfg.head_dim, sorted(nn.ACTIVATIONS)
         wrong = []
-        if int(cfg.expand * cfg.hidden_size) != inner:
+        if cfg.expand * cfg.hidden_size != inner:
             wrong.append(
                 f"expand × hidden_size = {cfg.expand * cfg.hidden_size:g} must equal "
                 f"num_heads × head_dim = {inner}"
@@ -73,6 +74,8 @@ class Config:
             wrong.append(f"hidden_act = {cfg.hidden_act!r}, expected one of {acts}")
         if cfg.conv_kernel < 2:
             wrong.append(f"conv_kernel = {cfg.conv_kernel}, expected 2 or more")
+        if not 0 < cfg.layer_norm_epsilon < float("inf"):
+            wrong.append(f"layer_norm_epsilon = {cfg.layer_norm_epsilon:g} must be positive, finite")
         if not 0 <= cfg.time_step_limit[0] <= cfg.time_step_limit[1]:
             wrong.append(f"time_step_limit = {list(cfg.time_step_limit)} must be ascending, ≥ 0")
         if wrong:
