@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hub_server import STRANGER, TOKEN, Fault, HubServer, commit_id
 
 from artifacts.fetch import SMALL, Checkpoint, fetch
 from artifacts.lockfile import INDEX, Lock, is_metadata, select
 from runtime.errors import UserError
-from tests.hub_server import STRANGER, TOKEN, Fault, HubServer, commit_id
 
 NAME, SOURCE = "org/tiny", "hf:org/tiny"
 WEIGHTS = bytes(range(256)) * 4096  # 1 MiB
