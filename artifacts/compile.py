@@ -7,8 +7,6 @@ of its own, and only a few variables of the environment reach the compiler.
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import functools
 import hashlib
 import importlib.util
 import mmap
@@ -20,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +30,15 @@ from runtime.errors import UserError
 PACKAGE = "iree-base-compiler"
 _ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT")
 _INPUT = f"{MODULE}.mlir"
-_PR_SET_PDEATHSIG = 1
+
+# Asks Linux to kill this process when its parent dies, then becomes the compiler. A process of its
+# own, because code between fork and exec is unsafe in a threaded parent.
+_LAUNCH = """
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+if os.getppid() == int(sys.argv[1]):  # it may have died before the request
+    os.execv(sys.argv[2], sys.argv[2:])
+"""
 
 
 @dataclass(frozen=True)
@@ -102,14 +108,13 @@ def run_compiler(text: str, arguments: Sequence[str], work: Path) -> CompileStat
     started = time.perf_counter()
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            [str(compiler_path()), _INPUT, *arguments],
+            [*_dying_with_parent(), str(compiler_path()), _INPUT, *arguments],
             cwd=work,
             env=environment,
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=sink,
             process_group=0,
-            preexec_fn=_die_with_parent(os.getpid()),
         )
         try:
             _, status, usage = os.wait4(process.pid, 0)
@@ -125,23 +130,11 @@ def run_compiler(text: str, arguments: Sequence[str], work: Path) -> CompileStat
     return CompileStats(time.perf_counter() - started, usage.ru_maxrss * unit, 0)
 
 
-@functools.cache
-def _libc() -> ctypes.CDLL | None:
-    return ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
-
-
-def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """What the child runs before the compiler: ask to be killed when the parent dies (Linux)."""
-    libc = _libc()
-    if libc is None:
-        return None
-
-    def ask() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the request
-            os._exit(1)
-
-    return ask
+def _dying_with_parent() -> list[str]:
+    """The words before a command that make it die with this process; none where not on Linux."""
+    if sys.platform != "linux":
+        return []
+    return [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid())]
 
 
 @contextlib.contextmanager
