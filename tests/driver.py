@@ -1,4 +1,4 @@
-"""Runs a family's graph under JAX as the runtime runs the compiled one: chunks, then single steps."""
+"""Runs a family's graph under JAX as the runtime runs the compiled one: chunks, then steps."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class Driver:
     def call(
         self, tokens: np.ndarray, lengths: Sequence[int], state: State, position: int = 0
     ) -> tuple[np.ndarray, State]:
-        """One forward pass of tokens [B, T], `lengths[b]` of them valid -> (logits [B, V], state)."""
+        """One pass of tokens [B, T], `lengths[b]` of them valid -> (logits [B, V], state)."""
         rows = len(lengths)
         logits, state = self.forward(
             self.params,
@@ -94,7 +94,7 @@ class Driver:
     def greedy(
         self, prompt: Sequence[int], new_tokens: int, chunk: int
     ) -> tuple[list[int], np.ndarray]:
-        """Chunked prefill, then one token a step -> (tokens, logits [new_tokens, V] before each)."""
+        """Chunked prefill, then single steps -> (tokens, logits [new_tokens, V] before each)."""
         logits, state = self.prefill(prompt, chunk)
         rows, tokens = [logits], [int(np.argmax(logits))]
         for i in range(new_tokens - 1):

@@ -75,7 +75,7 @@ class Config:
         if cfg.conv_kernel < 2:
             wrong.append(f"conv_kernel = {cfg.conv_kernel}, expected 2 or more")
         if not 0 < cfg.layer_norm_epsilon < float("inf"):
-            wrong.append(f"layer_norm_epsilon = {cfg.layer_norm_epsilon:g} must be positive, finite")
+            wrong.append(f"layer_norm_epsilon = {cfg.layer_norm_epsilon:g} must be above 0")
         if not 0 <= cfg.time_step_limit[0] <= cfg.time_step_limit[1]:
             wrong.append(f"time_step_limit = {list(cfg.time_step_limit)} must be ascending, ≥ 0")
         if wrong:
