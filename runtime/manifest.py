@@ -292,6 +292,11 @@ def load(bundle: Path) -> Manifest:
     return strict.read(Manifest, path, _ADVICE)
 
 
+def loads(text: str) -> Manifest:
+    """A manifest from its JSON text. Raises UserError."""
+    return strict.parse(Manifest, text, FILE_NAME, _ADVICE)
+
+
 def load_interface(path: Path) -> Interface:
     """Read an interface.json. Raises UserError."""
     return strict.read(Interface, path, "run doit emit again")

@@ -7,11 +7,11 @@ import dataclasses
 import json
 
 import pytest
+import toy
 
 from runtime import manifest as mf
 from runtime import strict
 from runtime.errors import UserError
-from tests import toy
 
 REF = mf.FileRef("model.vmfb", "a" * 64, 10)
 

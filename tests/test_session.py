@@ -7,6 +7,7 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import toy
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,7 +15,6 @@ from runtime import manifest as mf
 from runtime.errors import UserError
 from runtime.module import Module
 from runtime.session import Session, cut
-from tests import toy
 
 SIZES = st.lists(st.integers(1, 64), min_size=1, max_size=4, unique=True).map(sorted)
 PROMPT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]

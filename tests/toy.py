@@ -166,7 +166,7 @@ def make_manifest(
             device,  # type: ignore[arg-type]
             "local-task" if device == "local" else device,
             "x86-64-v2" if device == "local" else None,
-            ("+sse4.2", "+popcnt") if device == "local" else (),
+            ("+sse4_2", "+popcnt") if device == "local" else (),
             "3.13.0",
             bytecode,
             FLAGS[device],

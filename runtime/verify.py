@@ -1,0 +1,204 @@
+"""`scanwright verify`: every digest, then the oracle's results on this device.
+
+The reference prompts are run with the reference's own tokens fed back, so one near tie does not
+hide what comes after it: every step's choice and top logits are compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runtime import manifest as mf
+from runtime import reference as rf
+from runtime.errors import UserError
+
+if TYPE_CHECKING:
+    from runtime.module import Device
+    from runtime.session import Session
+
+NEAR_TIE = 0.01  # logits; closer than this, the choice of the token is not decided by the model
+_BLOCK = 1 << 22
+
+
+@dataclass(frozen=True)
+class Row:
+    """One line of the table."""
+
+    what: str
+    ok: bool
+    detail: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The arguments of `scanwright verify`."""
+    parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="bundle directory")
+    parser.add_argument("--device", metavar="URI", help="IREE device (default: the target's)")
+
+
+def run(args: argparse.Namespace) -> int:
+    """`scanwright verify`: exit code 0 if everything agrees, 1 if not. Raises UserError."""
+    return verify(args.bundle, args.device)
+
+
+def verify(bundle: Path, device: str | None = None) -> int:
+    """Print one row a check to stdout and return 0, or 1 if any failed.
+
+    Nothing is run unless every file is what the manifest says. Raises UserError for a bundle that
+    cannot be read, or opened on this device.
+    """
+    manifest = mf.load(bundle)
+    print(f"{bundle}: {manifest.model.name} for {manifest.target.name}, {manifest.shape.name}")
+    good = _print_rows(check_files(bundle, manifest))
+    if not good:
+        print(f"verify: FAILED: the bundle is damaged; rebuild it: {manifest.rebuild}")
+        return 1
+    good = _print_rows(check_device(bundle, manifest, device))
+    print(
+        "verify: passed" if good else "verify: FAILED: this device does not agree with the oracle"
+    )
+    return 0 if good else 1
+
+
+def _print_rows(rows: Iterable[Row]) -> bool:
+    """Print rows as they come; whether all are good."""
+    good = True
+    for row in rows:
+        print(f"  {'ok  ' if row.ok else 'FAIL'}  {row.what:<28} {row.detail}", flush=True)
+        good = good and row.ok
+    return good
+
+
+def check_files(bundle: Path, manifest: mf.Manifest) -> Iterable[Row]:
+    """A row for each file the manifest lists."""
+    for ref in manifest.files.all():
+        problem = _file_problem(bundle, ref)
+        yield Row(ref.path, problem is None, problem or f"{ref.size:,} bytes, sha256 matches")
+
+
+def _file_problem(bundle: Path, ref: mf.FileRef) -> str | None:
+    path = bundle / ref.path
+    try:
+        if not path.resolve(strict=True).is_relative_to(bundle.resolve()):
+            return "a link out of the bundle, expected a file in it"
+        if not path.is_file():
+            return "not a file"
+        size = path.stat().st_size
+        if size != ref.size:
+            return f"{size:,} bytes, expected {ref.size:,}"
+        found = sha256(path)
+    except FileNotFoundError:
+        return f"missing, expected {ref.size:,} bytes"
+    except (OSError, RuntimeError) as error:
+        return f"cannot be read ({getattr(error, 'strerror', None) or error})"
+    return None if found == ref.sha256 else f"sha256 {found}, expected {ref.sha256}"
+
+
+def sha256(path: Path) -> str:
+    """Hex digest of a file, read in blocks."""
+    digest = hashlib.sha256()
+    buffer = bytearray(_BLOCK)
+    view = memoryview(buffer)
+    with path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(view[:count])
+    return digest.hexdigest()
+
+
+def check_device(bundle: Path, manifest: mf.Manifest, device: str | None) -> Iterable[Row]:
+    """Run what reference.json holds. A bundle that says nothing to compare with fails."""
+    from runtime import probe
+    from runtime.module import Module
+    from runtime.session import Session
+
+    if manifest.files.reference is None:
+        yield Row("reference", False, "files.reference is null: nothing to compare with")
+        return
+    reference = rf.load(bundle / manifest.files.reference.path, manifest.rebuild)
+    entries = reference.entries
+    seed = None
+    if manifest.files.params is None:
+        if entries is None:
+            yield Row("reference", False, "no weights and no entries to compare with")
+            return
+        seed = entries.seed
+    elif not reference.prompts and entries is None:
+        yield Row("reference", False, "no prompts and no entries to compare with")
+        return
+    module = Module.open(bundle, manifest, device, random_params=seed)
+    oracle = f"{reference.oracle.name} {reference.oracle.version}"
+    yield Row("opened", True, f"on {module.uri}; oracle: {oracle}")
+    if entries is not None:
+        _known_outputs(bundle, manifest, entries)
+        for check in probe.check_entries(module, manifest, entries.plain()):
+            detail = f"error {check.error:.1e}, at most {check.tolerance:.0e}"
+            yield Row(f"{check.function}: {check.tensor}", check.ok, detail)
+    if manifest.files.params is not None:
+        session = Session(module, manifest)
+        for number, prompt in enumerate(reference.prompts):
+            yield check_prompt(session, module, manifest, number, prompt)
+
+
+def _known_outputs(bundle: Path, manifest: mf.Manifest, entries: rf.Entries) -> None:
+    """Raise UserError unless every output of every entry is summarised, and nothing else."""
+    want = {name: [o.name for o in spec.outputs] for name, spec in manifest.functions.items()}
+    found = {name: [o.name for o in outputs] for name, outputs in entries.functions.items()}
+    if want != found:
+        raise UserError(
+            f"{bundle / 'reference.json'}: entries.functions are not those of the manifest;"
+            f" rebuild: {manifest.rebuild}"
+        )
+
+
+def check_prompt(
+    session: Session, device: Device, manifest: mf.Manifest, number: int, prompt: rf.Prompt
+) -> Row:
+    """Feed one reference prompt and its continuation; compare every choice and top logit."""
+    what = f"prompt {number} ({len(prompt.tokens)} tokens)"
+    limit = manifest.proof.tolerance.logits
+    worst, ties = 0.0, 0
+    for step, (row, choice) in enumerate(_steps(session, device, prompt)):
+        top = dict(prompt.top_logits[step])
+        if any(not 0 <= token < len(row) for token in top):
+            return Row(what, False, f"token {step}: a reference id outside the vocabulary")
+        if choice != prompt.generated[step]:
+            wanted = prompt.generated[step]
+            gap = abs(top.get(wanted, math.inf) - top.get(choice, -math.inf))
+            if not gap < NEAR_TIE:
+                detail = f"token {step}: {choice}, expected {wanted} (ahead by {gap:.3g})"
+                return Row(what, False, detail)
+            ties += 1
+        scale = max(1.0, *(abs(value) for value in top.values()))
+        error = _largest(abs(float(row[token]) - value) for token, value in top.items()) / scale
+        if error > limit:
+            return Row(what, False, f"token {step}: top logits off by {error:.1e} (≤ {limit:.0e})")
+        worst = max(worst, error)
+    count = len(prompt.generated)
+    equal = f"{count - ties} tokens equal" + (f", {ties} near ties" if ties else "")
+    return Row(what, True, f"{equal}, top logits within {worst:.1e} (≤ {limit:.0e})")
+
+
+def _largest(errors: Iterable[float]) -> float:
+    """The largest error; a NaN counts as infinite."""
+    return max(math.inf if math.isnan(error) else error for error in errors)
+
+
+def _steps(session: Session, device: Device, prompt: rf.Prompt) -> Iterable[tuple[Any, int]]:
+    """(logits f32[V], chosen token) after the prompt and each reference token but the last."""
+    import numpy as np
+
+    slot = session.slots - 1
+    logits, argmax = session.prefill(prompt.tokens)
+    session.admit(slot)
+    yield device.to_host(logits)[0], int(device.to_host(argmax)[0])
+    rows = np.zeros((3, session.slots), np.int32)
+    rows[2, slot] = 1
+    for place, token in enumerate(prompt.generated[:-1]):
+        rows[:2, slot] = token, len(prompt.tokens) + place
+        logits, argmax = session.decode(*rows)
+        yield device.to_host(logits)[slot], int(device.to_host(argmax)[slot])
