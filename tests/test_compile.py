@@ -75,7 +75,8 @@ def run(vmfb: Path, uri: str, weights: str, name: str, *inputs: np.ndarray) -> l
     io = rt.create_io_parameters_module(instance, index.create_provider("model"))
     module = rt.VmModule.copy_buffer(instance, vmfb.read_bytes())
     context = rt.SystemContext(vm_modules=[io, module], config=config)
-    return [np.asarray(x.to_host()) for x in context.modules.model[name](*inputs)]
+    function: Any = context.modules.model[name]
+    return [np.asarray(x.to_host()) for x in function(*inputs)]
 
 
 SLOW = pytest.mark.slow
