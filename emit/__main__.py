@@ -1,4 +1,4 @@
-"""`python -m emit convert | graphs | expect`: the stages that need JAX or read a checkpoint.
+"""`python -m emit type | convert | graphs | expect`: the stages that need JAX or read a checkpoint.
 
 Run as processes by the build, so that a warm build never imports JAX.
 """
@@ -25,6 +25,17 @@ def _convert(args: argparse.Namespace) -> None:
     if args.expect_config:
         _check_config(json.loads(args.expect_config), checkpoint.config, args.checkpoint)
     convert(Model.of(checkpoint.config).weight_map, checkpoint, args.weights, args.out)
+
+
+def _type(args: argparse.Namespace) -> None:
+    from emit.checkpoint import open_checkpoint
+    from emit.entry import Model
+    from emit.weights import checkpoint_type, resolve
+
+    checkpoint = open_checkpoint(args.checkpoint)
+    weight_map = Model.of(checkpoint.config).weight_map
+    word = checkpoint_type(weight_map, checkpoint, resolve(weight_map, checkpoint))
+    (args.out / "type.txt").write_text(word + "\n")
 
 
 def _check_config(wanted: dict[str, Any], found: dict[str, Any], directory: Path) -> None:
@@ -83,9 +94,12 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True)
     convert = commands.add_parser("convert", help="checkpoint directory → params.irpa, params.json")
     convert.add_argument("checkpoint", type=Path)
-    convert.add_argument("--weights", required=True, choices=("auto", "f32", "bf16", "f16"))
+    convert.add_argument("--weights", required=True, choices=("f32", "bf16", "f16"))
     convert.add_argument("--expect-config", help="JSON the checkpoint's config must agree with")
     convert.set_defaults(run=_convert)
+    kind = commands.add_parser("type", help="checkpoint directory → type.txt, its weight type")
+    kind.add_argument("checkpoint", type=Path)
+    kind.set_defaults(run=_type)
     graphs = commands.add_parser("graphs", help="config and shape → <entry>.mlir, interface.json")
     graphs.add_argument("--generation-config", type=Path, help="generation_config.json, for eos")
     graphs.set_defaults(run=_graphs)
@@ -99,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--config", type=Path, required=True)
         sub.add_argument("--weights", required=True, choices=("f32", "bf16", "f16"))
         sub.add_argument("--shape", required=True)
-    for sub in (convert, graphs, wanted):
+    for sub in (kind, convert, graphs, wanted):
         sub.add_argument("--out", type=Path, required=True)
     return parser
 

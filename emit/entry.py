@@ -60,7 +60,7 @@ class Entry:
     fn: Callable[..., Any]
     inputs: tuple[tuple[str, ShapeDtypeStruct], ...]
     outputs: tuple[tuple[str, ShapeDtypeStruct], ...]
-    donated: tuple[int, ...]
+    consumed: tuple[int, ...]
     uses_params: bool
 
 
@@ -93,8 +93,8 @@ def _prefill(model: Model, chunk: int) -> Entry:
 
     state, outputs = _rows(model, 1)
     inputs = (("tokens", _i32(1, chunk)), ("length", _i32(1)), ("position", _i32(1)), *state)
-    donated = tuple(range(3, len(inputs)))
-    return Entry(f"prefill_{chunk}", fn, inputs, tuple(outputs), donated, uses_params=True)
+    consumed = tuple(range(3, len(inputs)))
+    return Entry(f"prefill_{chunk}", fn, inputs, tuple(outputs), consumed, uses_params=True)
 
 
 def _decode(model: Model, slots: int) -> Entry:
@@ -107,8 +107,8 @@ def _decode(model: Model, slots: int) -> Entry:
     state, outputs = _rows(model, slots)
     words = [(word, _i32(slots)) for word in ("tokens", "positions", "active")]
     inputs = (*words, *state)
-    donated = tuple(range(3, len(inputs)))
-    return Entry("decode", fn, inputs, tuple(outputs), donated, uses_params=True)
+    consumed = tuple(range(3, len(inputs)))
+    return Entry("decode", fn, inputs, tuple(outputs), consumed, uses_params=True)
 
 
 def _seed(model: Model, slots: int) -> Entry:

@@ -25,18 +25,24 @@ def lower(entry: Entry, params: Mapping[str, Any]) -> str:
     needs a custom call, which no target can compile.
     """
     used = params if entry.uses_params else {}
-    lowered = jax.jit(
-        entry.fn, donate_argnums=tuple(i + 1 for i in entry.donated), keep_unused=True
-    ).lower(used, *(struct for _, struct in entry.inputs))
+    lowered = jax.jit(entry.fn, keep_unused=True).lower(
+        used, *(struct for _, struct in entry.inputs)
+    )
     text = lowered.as_text()
     if "custom_call" in text:
         call = re.search(r"custom_call @?\S+", text)
         raise EmitError(f"{entry.name}: lowers to {call[0] if call else 'a custom call'}")
-    return _with_parameters(text, entry.name, sorted(used))
+    return _with_parameters(text, entry, sorted(used))
 
 
-def _with_parameters(text: str, name: str, params: list[str]) -> str:
-    """Rename the symbols of `text` and turn its first `len(params)` arguments into globals."""
+def _with_parameters(text: str, entry: Entry, params: list[str]) -> str:
+    """Rename the symbols of `text` and turn its first `len(params)` arguments into globals.
+
+    The entry's consumed arguments are marked `iree.abi.consume`, which lets the compiler reuse
+    their storage where no later read needs it. (JAX's donation becomes `iree.abi.output`, which
+    makes the result write over the argument whether it is still read or not: wrong numbers.)
+    """
+    name = entry.name
     lines = text.rstrip().split("\n")
     main = next(i for i, line in enumerate(lines) if _MAIN in line)
     head, rest = lines[main].split(_MAIN)
@@ -50,7 +56,11 @@ def _with_parameters(text: str, name: str, params: list[str]) -> str:
         source = f'#flow.parameter.named<"model"::"{param}">'
         globals_.append(f'  util.global private @"{param}" = {source} : {kind}')
         loads.append(f'    {value} = util.global.load @"{param}" : {kind}')
-    kept = ", ".join(given[len(params) :])
+    remaining = given[len(params) :]
+    kept = ", ".join(
+        f"{argument} {{iree.abi.consume}}" if i in entry.consumed else argument
+        for i, argument in enumerate(remaining)
+    )
     lines[main] = _RESULT_INFO.sub("", f"{head}func.func public @{name}({kept}) -> {results}")
     helpers = {m[1] for line in lines if (m := re.search(r"func\.func private @([\w.$-]+)", line))}
     renamed = [

@@ -17,10 +17,10 @@ from emit.state import DTYPES, WORDS
 
 
 class TensorInfo(Protocol):
-    """What is known of a checkpoint tensor before it is read; `dtype` is a NumPy dtype."""
+    """What is known of a checkpoint tensor before it is read; `dtype` is a word as `f32`."""
 
     @property
-    def dtype(self) -> np.dtype: ...
+    def dtype(self) -> str: ...
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -127,13 +127,9 @@ def resolve(weight_map: WeightMap, source: Source) -> dict[str, str]:
 
 def checkpoint_type(weight_map: WeightMap, source: Source, chosen: Mapping[str, str]) -> str:
     """The one dtype word of all matrices in the checkpoint, `f32` if they differ."""
-    found = {
-        WORDS.get(source.tensors[chosen[param.name]].dtype)
-        for param in weight_map.params
-        if param.matrix
-    }
+    found = {source.tensors[chosen[p.name]].dtype for p in weight_map.params if p.matrix}
     word = found.pop() if len(found) == 1 else "f32"
-    return word if word in ("f32", "bf16", "f16") else "f32"
+    return word if word in ("bf16", "f16") else "f32"
 
 
 def narrow(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
@@ -156,12 +152,9 @@ def narrow(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def convert(weight_map: WeightMap, source: Source, weights: str, out: Path) -> dict[str, Any]:
     """Write `out`/params.irpa and `out`/params.json; returns what the latter holds.
 
-    `weights` is `f32`, `bf16`, `f16`, or `auto` for the checkpoint's own type. One tensor at a time
-    is in memory.
+    `weights` is `f32`, `bf16` or `f16`. One tensor at a time is in memory.
     """
     chosen = resolve(weight_map, source)
-    if weights == "auto":
-        weights = checkpoint_type(weight_map, source, chosen)
     specs = weight_map.specs(weights)
 
     def arrays() -> Iterator[np.ndarray]:

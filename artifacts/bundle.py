@@ -1,0 +1,175 @@
+"""Puts a bundle together: files linked from the cache, and a manifest that names every byte."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from artifacts import buildlog
+from artifacts.disk import explained, hash_file, sync, write_new
+from artifacts.proof import Compiled, compile_and_prove, tolerance
+from artifacts.records import Blob
+from artifacts.stages import Miss, Stages
+from runtime import manifest as manifest_file
+from runtime.manifest import Manifest
+
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.json", "chat_template.jinja",
+)  # fmt: skip
+
+
+def build(stages: Stages, root: Path) -> Path:
+    """Make, or leave as it is if it is right, the bundle of the stages' job under `root`."""
+    with stages.store.using():
+        compiled = compiled_module(stages)
+        directory = stages.job.bundle(root)
+        if stages.dry and not _is_right(stages, compiled, directory):
+            raise Miss(None)
+        with stages.store.key_lock(_lock_key(directory), f"the bundle {directory}"):
+            if not _is_right(stages, compiled, directory):
+                _replace(stages, compiled, directory)
+            stages.log.append_to(directory)
+    return directory
+
+
+def compiled_module(stages: Stages) -> Compiled:
+    """The stages' module, compiled and proven on a bundle as it would be built."""
+    return compile_and_prove(stages, partial(_write, stages))
+
+
+def _lock_key(directory: Path) -> str:
+    return hashlib.sha256(os.fsencode(directory.absolute())).hexdigest()
+
+
+def _files(stages: Stages, compiled: Compiled) -> dict[str, Blob]:
+    """File name in the bundle → blob."""
+    files = {"model.vmfb": compiled.module}
+    if stages.convert is not None:
+        files["params.irpa"] = stages.convert.outputs["params"]
+    if stages.expect is not None:
+        files["reference.json"] = stages.expect.outputs["reference.json"]
+    if stages.checkpoint is not None:
+        for name in TOKENIZER_FILES:
+            if name in stages.checkpoint.files:
+                files[name] = stages.store.put_file(stages.checkpoint.dir / name)
+    return files
+
+
+def _manifest(stages: Stages, compiled: Compiled, files: dict[str, Blob]) -> Manifest:
+    job, target, interface = stages.job, stages.job.target, stages.interface
+
+    def ref(name: str) -> dict[str, Any] | None:
+        blob = files.get(name)
+        return blob and {"path": name, "sha256": blob.sha256, "size": blob.size}
+
+    content = {
+        "schema": manifest_file.SCHEMA,
+        "model": {
+            "name": job.model,
+            "family": interface["family"],
+            "source": job.source,
+            "revision": stages.checkpoint.revision if stages.checkpoint else job.revision,
+            "config_sha256": stages.config_sha256,
+            "vocab_size": interface["vocab_size"],
+            "eos_token_ids": interface["eos_token_ids"],
+            "bos_token_id": interface["bos_token_id"],
+        },
+        "target": {
+            "name": target.name,
+            "device": target.device,
+            "uri": target.uri,
+            "cpu": compiled.cpu.name if compiled.cpu else None,
+            "features": list(compiled.cpu.required) if compiled.cpu else [],
+            "compiler": compiled.compiler,
+            "bytecode_version": compiled.bytecode,
+            "flags": list(compiled.flags),
+        },
+        "shape": {
+            "name": job.shape,
+            "slots": job.slots,
+            "chunks": list(job.chunks),
+            "context": job.context,
+        },
+        "files": {
+            "module": ref("model.vmfb"),
+            "params": ref("params.irpa"),
+            "reference": ref("reference.json"),
+            "tokenizer": [ref(name) for name in TOKENIZER_FILES if name in files],
+        },
+        "functions": interface["functions"],
+        "state": interface["state"],
+        "params": interface["params"],
+        "numerics": interface["numerics"],
+        "prefix_sharing": False,
+        "proof": {
+            "status": compiled.status,
+            "reason": compiled.reason,
+            "flags": compiled.label,
+            "tolerance": tolerance(stages.weights),
+        },
+    }
+    return manifest_file.loads(json.dumps(content))
+
+
+def _write(stages: Stages, compiled: Compiled, out: Path, *, proving: bool = False) -> None:
+    """A whole bundle in the new directory `out`, its manifest last.
+
+    For the proof of a weight-free module it gets the made-up parameters it is run with.
+    """
+    files = _files(stages, compiled)
+    if proving and stages.params is not None:
+        files["params.irpa"] = stages.params.outputs["params"]
+    with explained(out):
+        out.mkdir(parents=True)
+    for name, blob in files.items():
+        stages.store.link(blob, out / name)
+    text = manifest_file.dumps(_manifest(stages, compiled, files))
+    with explained(out):
+        write_new(out / manifest_file.FILE_NAME, text.encode())
+
+
+def _is_right(stages: Stages, compiled: Compiled, directory: Path) -> bool:
+    """Whether the bundle is there and every file of it is the one in the cache, or equal to it."""
+    files = _files(stages, compiled)
+    text = manifest_file.dumps(_manifest(stages, compiled, files))
+    try:
+        if (directory / manifest_file.FILE_NAME).read_text(encoding="utf-8") != text:
+            return False
+        return all(_same(stages, blob, directory / name) for name, blob in files.items())
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def _same(stages: Stages, blob: Blob, path: Path) -> bool:
+    if path.samefile(stages.store.path(blob)):
+        return True
+    return path.stat().st_size == blob.size and hash_file(path)[0] == blob.sha256
+
+
+def _replace(stages: Stages, compiled: Compiled, directory: Path) -> None:
+    """Put a new bundle in the place of `directory`; a process that has the old one open keeps it.
+
+    At no time is there a bundle that opens and is wrong: the new one is complete before it gets its
+    name, and between the two renames there is none. Leftovers of killed builds are swept.
+    """
+    with explained(directory):
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        for left in directory.parent.glob(f".{directory.name}-*"):
+            shutil.rmtree(left)
+    new = directory.with_name(f".{directory.name}-new")
+    _write(stages, compiled, new)
+    with explained(directory):
+        if directory.exists():
+            log = directory / buildlog.FILE_NAME
+            if log.is_file():
+                shutil.copy2(log, new / buildlog.FILE_NAME)
+            directory.rename(directory.with_name(f".{directory.name}-old"))
+        new.rename(directory)
+        sync(directory.parent)
+        shutil.rmtree(directory.with_name(f".{directory.name}-old"), ignore_errors=True)

@@ -1,0 +1,216 @@
+"""Compile, and let nothing through that does not compute what JAX computes.
+
+The compiler can be wrong without a word, so each compiled module is run on random inputs in a fresh
+process and every output of every entry is compared with JAX on the same parameters. A module that
+fails is removed, and the target's safe flags are tried in order. A failure is remembered, so that
+a warm build does not compile what is known to be wrong.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from artifacts import devices, process
+from artifacts.actions import Action, Result
+from artifacts.compile import bytecode_version, compile_module
+from artifacts.cpu import Cpu, resolve_cpu
+from artifacts.link import MODULE
+from artifacts.records import Blob
+from artifacts.sources import source_digest
+from artifacts.stages import SEED, Stages
+from artifacts.tools import versions
+from runtime.errors import UserError
+
+# Largest accepted error of an output, relative to its largest magnitude and to its norm. All
+# arithmetic is float32 whatever the weights are stored in, so one bound serves all types: sums of a
+# few thousand terms in another order differ by about 1e-6, some tens of layers amplify that.
+TOLERANCE = {"f32": 5e-5, "bf16": 5e-5, "f16": 5e-5}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A module that passed, or could not be or was not asked to be run here."""
+
+    module: Blob
+    cpu: Cpu | None
+    flags: tuple[str, ...]
+    compiler: str
+    bytecode: str
+    label: str  # "fast", or "safe-<n>" for the n-th safe flag list
+    status: str  # "passed", "not-run" or "disabled"
+    reason: str | None
+
+
+class WriteBundle(Protocol):
+    """Writes a whole bundle with the module `compiled` into the new directory `out`."""
+
+    def __call__(self, compiled: Compiled, out: Path, *, proving: bool) -> None: ...
+
+
+def tolerance(weights: str) -> dict[str, float]:
+    """The manifest's tolerance for a weight type."""
+    return {"logits": TOLERANCE[weights], "state": TOLERANCE[weights]}
+
+
+def compile_and_prove(stages: Stages, write_bundle: WriteBundle) -> Compiled:
+    """The first of the target's flag lists whose module passes. Raises UserError if none does.
+
+    The proof runs on a whole bundle made by `write_bundle`, opened as a user does.
+    """
+    job, target = stages.job, stages.job.target
+    cpu = None
+    if target.cpu is not None:
+        cpu = resolve_cpu(target.cpu, target.triple, stages.store.root / "cpu.json")
+    device, why_not = ("", "--no-proof") if not job.proof else devices.usable(target, cpu)
+    failures: list[str] = []
+    for number, flags in enumerate((target.flags, *target.safe_flags)):
+        label = f"safe-{number}" if number else "fast"
+        action = _compile_action(stages, (*flags, *(cpu.flags if cpu else ())))
+        if device is not None and job.proof and stages.expect is not None:
+            verdict = _known_failure(stages, action, device)
+            if verdict:
+                failures.append(f"{label}: {verdict}")
+                continue
+        result = _compile(stages, action)
+        compiled = _compiled(stages, result, action, cpu, label)
+        if not job.proof:
+            return _with(compiled, "disabled", "--no-proof")
+        if device is None:
+            return _with(compiled, "not-run", why_not)
+        if stages.expect is None:
+            return _with(compiled, "not-run", "the parameters are too big to make up here")
+        problem = _prove(stages, action, compiled, device, write_bundle)
+        if problem is None:
+            return _with(compiled, "passed", None)
+        failures.append(f"{label}: {problem}")
+        _delete(stages, result)
+        print(f"proof failed with {label} flags: {problem}", file=sys.stderr, flush=True)
+    raise UserError(
+        f"{job.model} for {target.name}: every flag list compiles to wrong numbers "
+        f"({'; '.join(failures)}); try another target or weight type, and report the graph"
+    )
+
+
+def _with(compiled: Compiled, status: str, reason: str | None) -> Compiled:
+    fields = {**vars(compiled), "status": status, "reason": reason}
+    return Compiled(**fields)
+
+
+def _compiled(
+    stages: Stages, result: Result, action: Action, cpu: Cpu | None, label: str
+) -> Compiled:
+    return Compiled(
+        module=result.outputs["model.vmfb"],
+        cpu=cpu,
+        flags=tuple(action.fields["flags"]),
+        compiler=action.fields["compiler"],
+        bytecode=result.meta["bytecode_version"],
+        label=label,
+        status="not-run",
+        reason=None,
+    )
+
+
+def _compile_action(stages: Stages, flags: Sequence[str]) -> Action:
+    """The key holds the graphs' digests, not the weights': new weights recompile nothing."""
+    fields = {
+        "graphs": {name: blob.sha256 for name, blob in stages.graphs.items()},
+        "flags": list(flags),
+        "compiler": versions(["iree-base-compiler"])["iree-base-compiler"],
+        "source": source_digest(["artifacts.link"]),
+    }
+    return Action("compile", fields, stages.job.about)
+
+
+def _compile(stages: Stages, action: Action) -> Result:
+    meta: dict[str, Any] = {}
+
+    def produce(scratch: Path) -> Mapping[str, Path]:
+        texts = [(name, stages.store.path(blob)) for name, blob in sorted(stages.graphs.items())]
+        out = scratch / f"{MODULE}.vmfb"
+        stats = compile_module(texts, action.fields["flags"], out)
+        meta["bytecode_version"] = bytecode_version(out)
+        meta["seconds"] = round(stats.seconds, 3)
+        meta["peak_rss_bytes"] = stats.peak_rss_bytes
+        return {"model.vmfb": out}
+
+    with stages.log.stage("compile"):
+        # What the run measured is in the log; a record must not differ from run to run.
+        kept: Callable[[], Any] = lambda: {"bytecode_version": meta["bytecode_version"]}  # noqa: E731
+        result = stages.run_action(action, produce, kept)
+        measured = {k: v for k, v in meta.items() if k != "bytecode_version"}
+        stages.log.result("compile", result, measured)
+    return result
+
+
+def _proof_action(stages: Stages, compiling: Action, device: str) -> Action:
+    assert stages.expect is not None and stages.params is not None
+    fields = {
+        "compile": compiling.key,
+        "params": stages.params.outputs["params"].sha256,
+        "expected": {name: blob.sha256 for name, blob in stages.expect.outputs.items()},
+        "device": device,
+        "host": devices.identity(device),
+        "seed": SEED,
+        "tolerance": tolerance(stages.weights),
+        "runtime": versions(["iree-base-runtime"])["iree-base-runtime"],
+        "source": source_digest(["runtime.probe", "runtime.module"]),
+    }
+    return Action("proof", fields, stages.job.about)
+
+
+def _known_failure(stages: Stages, compiling: Action, device: str) -> str | None:
+    record = stages.store.lookup(_proof_action(stages, compiling, device).key)
+    return None if record is None else record.meta["problem"]
+
+
+def _prove(
+    stages: Stages, compiling: Action, compiled: Compiled, device: str, write_bundle: WriteBundle
+) -> str | None:
+    """None if every output of every entry is right, else the worst one in words."""
+    assert stages.expect is not None
+    expected_files = stages.expect.outputs
+    verdict: dict[str, Any] = {}
+
+    def produce(scratch: Path) -> Mapping[str, Path]:
+        bundle, expected, out = scratch / "bundle", scratch / "expected", scratch / "rows.json"
+        expected.mkdir()
+        for name, blob in expected_files.items():
+            if name.endswith(".npz"):
+                stages.store.link(blob, expected / name)
+        write_bundle(compiled, bundle, proving=True)
+        arguments: list[str | Path] = ["check", bundle, "--device", device, "--seed", str(SEED)]
+        arguments += ["--expected", expected, "--out", out]
+        stages.log.add(process.run_module("runtime.probe", arguments, scratch))
+        verdict["problem"] = worst(json.loads(out.read_text()))
+        shutil.rmtree(bundle)
+        return {"rows.json": out}
+
+    with stages.log.stage("proof"):
+        action = _proof_action(stages, compiling, device)
+        result = stages.run_action(action, produce, lambda: verdict)
+        stages.log.result("proof", result, {"problem": result.meta["problem"]})
+    return result.meta["problem"]
+
+
+def worst(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """The output furthest beyond its tolerance, in words; None if all are within."""
+    bad = [row for row in rows if not row["error"] <= row["tolerance"]]
+    if not bad:
+        return None
+    row = max(bad, key=lambda r: r["error"] / r["tolerance"])
+    error = "not finite" if row["error"] > 1e300 else f"relative error {row['error']:.2g}"
+    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+    return f"{row['function']}: {row['tensor']}: {error}, allowed {row['tolerance']:g}{more}"
+
+
+def _delete(stages: Stages, result: Result) -> None:
+    """Remove a wrong module from the cache."""
+    stages.store.forget(result.key)
+    stages.store.path(result.outputs["model.vmfb"]).unlink(missing_ok=True)

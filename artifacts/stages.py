@@ -1,0 +1,316 @@
+"""The stages of a build: fetch, convert, emit, compile (with its proof), and the keys of each.
+
+Every stage is an `Action` whose fields are all that can change its result, so a stage runs only if
+one of them changed, whoever ran it before and wherever. The stages that need JAX, a checkpoint
+reader or a device run as processes (`python -m emit`, `python -m runtime.probe`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from artifacts import process
+from artifacts.actions import Action, Result, run
+from artifacts.buildlog import BuildLog
+from artifacts.fetch import Checkpoint, NotHere, fetch
+from artifacts.job import Job
+from artifacts.records import Blob
+from artifacts.sources import source_digest
+from artifacts.store import Store
+from artifacts.tools import versions
+from runtime.errors import UserError
+
+Produce = Callable[[Path], Mapping[str, Path]]
+
+SEED = 20240531  # of every seeded input and random parameter; the date of the SSD paper
+REFERENCE_TOKENS = 48
+LONG_REFERENCE_BYTES = 1 << 30  # a model with more parameter bytes gets a shorter reference
+RANDOM_PARAMS_LIMIT = 2 << 30  # a weight-free bundle with more of them is not run by the build
+
+
+class Miss(Exception):
+    """A stage would have to run; `action` is the first that would, None for the fetch or bundle."""
+
+    def __init__(self, action: Action | None) -> None:
+        super().__init__("not cached")
+        self.action = action
+
+
+@dataclass(frozen=True)
+class Stages:
+    """The stages of one job, each run at most once; a property runs what it needs before.
+
+    With `dry` nothing is run, downloaded or written: what is not there raises Miss.
+    """
+
+    store: Store
+    job: Job
+    log: BuildLog
+    dry: bool = False
+
+    def run_action(
+        self, action: Action, produce: Produce, meta: Callable[[], Any] | None = None
+    ) -> Result:
+        """The result of `action`, made by `produce` if it is not cached."""
+        if not self.dry:
+            return run(self.store, action, produce, meta)
+        record = self.store.lookup(action.key, report=False)
+        if record is None:
+            raise Miss(action)
+        return Result(action.key, True, record.outputs, record.meta)
+
+    # Checkpoint
+
+    @cached_property
+    def checkpoint(self) -> Checkpoint | None:
+        """The model's files, in place and verified; None where the recipe alone is enough."""
+        job = self.job
+        if not job.params and job.config is not None:
+            return None
+        root = self.store.root / "hub"
+        try:
+            return fetch(
+                job.location, job.revision, root, job.lock, weights=job.params, offline=self.dry
+            )
+        except NotHere:
+            raise Miss(None) from None
+
+    @cached_property
+    def config(self) -> str:
+        """The model's config.json as canonical JSON text."""
+        if self.checkpoint is None:
+            raw: Any = self.job.config
+        else:
+            raw = json.loads(self._file("config.json").read_text(encoding="utf-8"))
+        return json.dumps(raw, sort_keys=True)
+
+    @property
+    def family(self) -> str:
+        """`model_type` of the config; UserError if it names none."""
+        name = json.loads(self.config).get("model_type")
+        if not isinstance(name, str) or not name.isidentifier():
+            raise UserError(f"config.json: model_type: found {name!r}, expected a family name")
+        return name
+
+    def _file(self, name: str) -> Path:
+        assert self.checkpoint is not None
+        path = self.checkpoint.dir / name
+        if not path.is_file():
+            raise UserError(f"{path}: not there; a checkpoint directory needs it")
+        return path
+
+    def _weight_files(self) -> dict[str, str]:
+        assert self.checkpoint is not None
+        return {
+            name: digest[0]
+            for name, digest in self.checkpoint.files.items()
+            if ".safetensors" in name or name == "config.json"
+        }
+
+    def _sources(self, *modules: str) -> str:
+        """Digest of our own source files behind these modules and the family's."""
+        try:
+            return source_digest([*modules, f"emit.families.{self.family}"])
+        except ValueError:
+            raise UserError(
+                f"config.json: model_type = {self.family!r} is not a supported family"
+            ) from None
+
+    @cached_property
+    def weights(self) -> str:
+        """The weight type to build: the recipe's, or the checkpoint's own."""
+        if not self.job.params or self.checkpoint is None:
+            raw = json.loads(self.config)
+            names = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+            return self.job.weights(names.get(str(raw.get("dtype", raw.get("torch_dtype")))))
+        known = self.job.weights(None)
+        if known != "auto":
+            return known
+        action = Action(
+            "weight-type",
+            {"files": self._weight_files(), "source": self._sources("emit.__main__")},
+            self.job.about,
+        )
+
+        def produce(scratch: Path) -> dict[str, Path]:
+            assert self.checkpoint is not None
+            out = scratch / "out"
+            process.run_module("emit", ["type", self.checkpoint.dir, "--out", out], scratch)
+            return {"type": out / "type.txt"}
+
+        result = self.run_action(action, produce)
+        return self.job.weights(self.store.path(result.outputs["type"]).read_text().strip())
+
+    # Convert
+
+    @cached_property
+    def convert(self) -> Result | None:
+        """`params` (.irpa) and `report` (.json); None for a weight-free bundle."""
+        if not self.job.params or self.checkpoint is None:
+            return None
+        wanted = None if self.job.config is None else json.dumps(self.job.config, sort_keys=True)
+        fields = {
+            "files": self._weight_files(),
+            "weights": self.weights,
+            "recipe_config": wanted,
+            "source": self._sources("emit.__main__", "emit.checkpoint", "emit.weights"),
+            "tools": versions(["numpy", "ml-dtypes"]),
+        }
+
+        def produce(scratch: Path) -> dict[str, Path]:
+            assert self.checkpoint is not None
+            out = scratch / "out"
+            arguments = ["convert", self.checkpoint.dir, "--weights", self.weights, "--out", out]
+            arguments += [] if wanted is None else ["--expect-config", wanted]
+            self.log.add(process.run_module("emit", arguments, scratch))
+            return {"params": out / "params.irpa", "report": out / "params.json"}
+
+        with self.log.stage("convert"):
+            return self._run("convert", fields, produce)
+
+    # Emit
+
+    @cached_property
+    def emit(self) -> Result:
+        """One StableHLO file an entry point (`<entry>.mlir`) and `interface.json`."""
+        generation = None
+        if self.checkpoint and "generation_config.json" in self.checkpoint.files:
+            generation = self._file("generation_config.json").read_text(encoding="utf-8")
+        fields = {
+            "config": self.config,
+            "generation_config": generation,
+            "weights": self.weights,
+            "shape": self.job.shape,
+            "source": self._sources("emit.__main__", "emit.stablehlo"),
+            "tools": versions(["jax", "jaxlib", "numpy"]),
+        }
+
+        def produce(scratch: Path) -> dict[str, Path]:
+            out = scratch / "out"
+            arguments = ["graphs", *self._config_arguments(scratch), "--out", out]
+            if generation is not None:
+                (scratch / "generation_config.json").write_text(generation, encoding="utf-8")
+                arguments += ["--generation-config", scratch / "generation_config.json"]
+            self.log.add(process.run_module("emit", arguments, scratch))
+            return {path.name: path for path in sorted(out.iterdir())}
+
+        with self.log.stage("emit"):
+            return self._run("emit", fields, produce)
+
+    def _config_arguments(self, scratch: Path) -> list[str | Path]:
+        path = scratch / "config.json"
+        path.write_text(self.config, encoding="utf-8")
+        return ["--config", path, "--weights", self.weights, "--shape", self.job.shape]
+
+    @property
+    def interface(self) -> dict[str, Any]:
+        """interface.json, parsed."""
+        return json.loads(self.store.path(self.emit.outputs["interface.json"]).read_text())
+
+    @property
+    def graphs(self) -> dict[str, Blob]:
+        """Entry name → its StableHLO text."""
+        outputs = self.emit.outputs
+        return {name[:-5]: blob for name, blob in outputs.items() if name.endswith(".mlir")}
+
+    # Expect
+
+    @cached_property
+    def params(self) -> Result | None:
+        """The parameters to run with: converted, or random ones of a small weight-free bundle."""
+        if self.convert is not None:
+            return self.convert
+        sizes = {"f32": 4, "bf16": 2, "f16": 2, "i8": 1}
+        total = 0
+        for spec in self.interface["params"]:
+            elements = 1
+            for size in spec["shape"]:
+                elements *= size
+            total += elements * sizes[spec["dtype"]]
+        if total > RANDOM_PARAMS_LIMIT:
+            return None
+        fields = {
+            "interface": self.emit.outputs["interface.json"].sha256,
+            "seed": SEED,
+            "source": source_digest(["runtime.params_random"]),
+            "tools": versions(["numpy"]),
+        }
+
+        def produce(scratch: Path) -> dict[str, Path]:
+            interface = self._named(scratch, "interface.json", self.emit)
+            out = scratch / "params.irpa"
+            arguments = [interface, "--seed", str(SEED), "--out", out]
+            process.run_module("runtime.params_random", arguments, scratch)
+            return {"params": out}
+
+        return self._run("random-params", fields, produce)
+
+    def _named(self, scratch: Path, name: str, result: Result, key: str | None = None) -> Path:
+        """An output of `result` under its own name in `scratch`."""
+        self.store.link(result.outputs[key or name], scratch / name)
+        return scratch / name
+
+    @cached_property
+    def expect(self) -> Result | None:
+        """What JAX computes: `reference.json` and `<entry>.npz`, whole output tensors.
+
+        None where a weight-free bundle is too big to run here.
+        """
+        params = self.params
+        if params is None:
+            return None
+        blob = params.outputs["params"]
+        tokens = REFERENCE_TOKENS // (3 if blob.size > LONG_REFERENCE_BYTES else 1)
+        fields = {
+            "interface": self.emit.outputs["interface.json"].sha256,
+            "config": self.config,
+            "shape": self.job.shape,
+            "weights": self.weights,
+            "params": blob.sha256,
+            "seed": SEED,
+            "tokens": tokens if self.job.params else 0,
+            "source": self._sources("emit.__main__", "emit.expect", "runtime.probe"),
+            "tools": versions(["jax", "jaxlib", "numpy"]),
+        }
+
+        def produce(scratch: Path) -> dict[str, Path]:
+            return self._produce_expected(scratch, params, int(fields["tokens"]))
+
+        with self.log.stage("expect"):
+            return self._run("expect", fields, produce)
+
+    def _produce_expected(self, scratch: Path, params: Result, tokens: int) -> dict[str, Path]:
+        interface = self._named(scratch, "interface.json", self.emit)
+        archive = self._named(scratch, "params.irpa", params, "params")
+        given, out = scratch / "inputs", scratch / "out"
+        probe = "runtime.probe"
+        arguments: list[str | Path] = ["inputs", interface, "--seed", str(SEED), "--out", given]
+        process.run_module(probe, arguments, scratch)
+        arguments = ["expect", *self._config_arguments(scratch), "--params", archive]
+        arguments += ["--inputs", given, "--seed", str(SEED), "--new-tokens", str(tokens)]
+        self.log.add(process.run_module("emit", [*arguments, "--out", out], scratch))
+        entries = scratch / "entries.json"
+        arguments = ["summarize", interface, "--seed", str(SEED), "--expected", out]
+        process.run_module(probe, [*arguments, "--out", entries], scratch)
+        content: dict[str, Any] = json.loads((out / "prompts.json").read_text())
+        content |= {"schema": 1, "entries": json.loads(entries.read_text())}
+        (out / "prompts.json").unlink()
+        text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
+        (out / "reference.json").write_text(text + "\n")
+        return {path.name: path for path in sorted(out.iterdir())}
+
+    def _run(self, stage: str, fields: Mapping[str, Any], produce: Produce) -> Result:
+        result = self.run_action(Action(stage, fields, self.job.about), produce)
+        self.log.result(stage, result)
+        return result
+
+    @cached_property
+    def config_sha256(self) -> str:
+        """Digest of the canonical config, for the manifest."""
+        return hashlib.sha256(self.config.encode()).hexdigest()

@@ -1,0 +1,259 @@
+"""Seeded inputs for every entry of a module, and the comparison of its outputs with the oracle's.
+
+Three users: the build gives the inputs to the oracle and compares whole tensors in a fresh process;
+reference.json carries a summary of the oracle's outputs; `verify` makes the inputs again on the
+device and compares with the summary. The numbers come from the raw stream of PCG64, which NumPy
+keeps stable, so a seed means the same inputs everywhere.
+
+    python -m runtime.probe inputs INTERFACE.json --seed N --out DIR     <entry>.npz each
+    python -m runtime.probe summarize INTERFACE.json --seed N --expected DIR --out FILE
+    python -m runtime.probe check BUNDLE --device URI --seed N --expected DIR --out FILE
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from runtime import manifest as manifest_file
+from runtime.errors import UserError, report
+from runtime.manifest import FunctionSpec, Manifest, Tolerance
+
+SAMPLES = 32
+PROJECTIONS = 4
+STATE_SCALE = 0.5
+POSITION = 7  # any non-zero position
+
+
+@dataclass(frozen=True)
+class Check:
+    """One output tensor compared: `error` is relative, and infinite where a NaN stands."""
+
+    function: str
+    tensor: str
+    error: float
+    tolerance: float
+
+    @property
+    def ok(self) -> bool:
+        """Whether the output is right."""
+        return self.error <= self.tolerance
+
+
+def _raw(seed: int, label: str, count: int) -> np.ndarray:
+    """`count` stable pseudo-random u64 for this seed and label."""
+    return np.random.PCG64([seed, zlib.crc32(label.encode())]).random_raw(count)
+
+
+def inputs(name: str, function: FunctionSpec, vocab_size: int, seed: int) -> dict[str, np.ndarray]:
+    """Arguments of the entry `name`, by input name.
+
+    States are uniform in ±STATE_SCALE, tokens uniform over the vocabulary (also where they are
+    padding), a prefill is a quarter short of its chunk, the first of several slots is inactive, and
+    `slot` is the last one.
+    """
+    tokens = next((s.shape for s in function.inputs if s.name == "tokens"), (1,))
+    chunk, slots = tokens[-1], max((s.shape[0] for s in function.inputs if s.shape), default=1)
+    arrays: dict[str, np.ndarray] = {}
+    for spec in function.inputs:
+        count = int(np.prod(spec.shape))
+        raw = _raw(seed, f"{name}/{spec.name}", count)
+        if spec.dtype == "f32":
+            unit = (raw >> np.uint64(40)).astype(np.float32) / np.float32(1 << 23) - 1
+            arrays[spec.name] = (unit * np.float32(STATE_SCALE)).reshape(spec.shape)
+            continue
+        value = {
+            "length": max(1, chunk - chunk // 4),
+            "position": POSITION,
+            "positions": POSITION,
+            "slot": slots - 1,
+            "active": 1,
+        }.get(spec.name)
+        ids = (raw % np.uint64(vocab_size)).astype(np.int32) if value is None else value
+        array = np.broadcast_to(np.asarray(ids, np.int32).reshape(-1), (count,)).copy()
+        if spec.name == "active" and count > 1:
+            array[0] = 0
+        arrays[spec.name] = array.reshape(spec.shape)
+    return arrays
+
+
+def summarize(name: str, tensor: str, array: np.ndarray, seed: int) -> dict[str, Any]:
+    """Samples, norm, largest magnitude and random ±1 projections: each element counts in these."""
+    flat = array.reshape(-1).astype(np.float64)
+    if flat.size <= SAMPLES:
+        places = np.arange(flat.size)
+    else:
+        picks = _raw(seed, f"{name}/{tensor}/samples", SAMPLES) % np.uint64(flat.size)
+        places = np.unique(picks.astype(np.int64))
+    return {
+        "name": tensor,
+        "samples": [[int(i), float(flat[i])] for i in places],
+        "projections": [float(p) for p in _projections(name, tensor, flat, seed)],
+        "norm": float(np.linalg.norm(flat)),
+        "scale": float(np.max(np.abs(flat))),
+    }
+
+
+def _projections(name: str, tensor: str, flat: np.ndarray, seed: int) -> Iterator[float]:
+    for k in range(PROJECTIONS):
+        words = _raw(seed, f"{name}/{tensor}/signs{k}", -(-flat.size // 64))
+        bits = np.unpackbits(words.view(np.uint8))[: flat.size]
+        yield float(np.sum(np.where(bits, flat, -flat)))
+
+
+def _tolerance(tensor: str, tolerance: Tolerance) -> float:
+    return tolerance.logits if tensor in ("logits", "argmax") else tolerance.state
+
+
+def whole_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    """Largest of the max-norm and 2-norm relative errors of two equally shaped tensors."""
+    if actual.shape != expected.shape or not np.isfinite(actual).all():
+        return float("inf")
+    difference = actual.astype(np.float64) - expected
+    tiny = np.finfo(np.float32).tiny
+    largest = np.max(np.abs(difference)) / max(np.max(np.abs(expected)), tiny)
+    return float(max(largest, np.linalg.norm(difference) / max(np.linalg.norm(expected), tiny)))
+
+
+def summary_error(name: str, actual: np.ndarray, entry: Mapping[str, Any], seed: int) -> float:
+    """As `whole_error`, from a summary: samples against the largest magnitude, projections against
+    the norm (a projection of an error vector is some times, hardly ever over four, its norm)."""
+    flat = actual.reshape(-1).astype(np.float64)
+    if not np.isfinite(flat).all() or any(not 0 <= i < flat.size for i, _ in entry["samples"]):
+        return float("inf")
+    tiny = np.finfo(np.float32).tiny
+    scale, norm = max(entry["scale"], tiny), max(entry["norm"], tiny)
+    errors = [abs(flat[i] - value) / scale for i, value in entry["samples"]]
+    found = _projections(name, entry["name"], flat, seed)
+    pairs = zip(found, entry["projections"], strict=True)
+    errors += [abs(a - b) / (4 * norm) for a, b in pairs]
+    return float(max([*errors, abs(np.linalg.norm(flat) - norm) / norm]))
+
+
+def argmax_error(actual: np.ndarray, expected: np.ndarray, logits: np.ndarray) -> float:
+    """0 where the tokens agree; else how far apart this device's own logits of both are."""
+    if actual.shape != expected.shape:
+        return float("inf")
+    worst = 0.0
+    for row, (a, b) in enumerate(zip(actual, expected, strict=True)):
+        if a != b:
+            inside = 0 <= a < logits.shape[1] and 0 <= b < logits.shape[1]
+            scale = float(np.max(np.abs(logits[row])))
+            gap = abs(float(logits[row, a]) - float(logits[row, b])) if inside else float("inf")
+            worst = max(worst, gap / (2 * scale) if scale else float("inf"))
+    return worst
+
+
+def run_entry(device: Any, name: str, spec: FunctionSpec, given: Mapping[str, np.ndarray]):
+    """Outputs of one call by name, on the host. `device` is a `runtime.module.Device`."""
+    arguments = [device.to_device(given[tensor.name]) for tensor in spec.inputs]
+    results = device.call(name, arguments)
+    return {
+        tensor.name: np.asarray(device.to_host(result))
+        for tensor, result in zip(spec.outputs, results, strict=True)
+    }
+
+
+def check_entries(device: Any, manifest: Manifest, entries: Mapping[str, Any]) -> list[Check]:
+    """Run every entry on its seeded inputs and compare with the summaries of reference.json."""
+    seed, rows = int(entries["seed"]), []
+    for name, summaries in sorted(entries["functions"].items()):
+        spec = manifest.functions[name]
+        given = inputs(name, spec, manifest.model.vocab_size, seed)
+        found = run_entry(device, name, spec, given)
+        for entry in summaries:
+            actual = found[entry["name"]]
+            if entry["name"] == "argmax":
+                wanted = np.asarray([value for _, value in entry["samples"]], actual.dtype)
+                error = argmax_error(actual[: wanted.size], wanted, found["logits"])
+            else:
+                error = summary_error(name, actual, entry, seed)
+            tolerance = _tolerance(entry["name"], manifest.proof.tolerance)
+            rows.append(Check(name, entry["name"], error, tolerance))
+    return rows
+
+
+def check_whole(device: Any, manifest: Manifest, seed: int, expected: Path) -> list[Check]:
+    """Run every entry on its seeded inputs and compare with `expected`/<entry>.npz in full."""
+    rows: list[Check] = []
+    for name, spec in manifest.functions.items():
+        given = inputs(name, spec, manifest.model.vocab_size, seed)
+        found = run_entry(device, name, spec, given)
+        with np.load(expected / f"{name}.npz") as wanted:
+            for tensor in spec.outputs:
+                want = wanted[tensor.name]
+                if tensor.name == "argmax":
+                    error = argmax_error(found["argmax"], want, found["logits"])
+                else:
+                    error = whole_error(found[tensor.name], want)
+                tolerance = _tolerance(tensor.name, manifest.proof.tolerance)
+                rows.append(Check(name, tensor.name, error, tolerance))
+    return rows
+
+
+def _inputs(args: argparse.Namespace) -> None:
+    interface = manifest_file.load_interface(args.interface)
+    args.out.mkdir(parents=True, exist_ok=True)
+    for name, spec in interface.functions.items():
+        arrays: dict[str, Any] = inputs(name, spec, interface.vocab_size, args.seed)
+        np.savez(args.out / f"{name}.npz", **arrays)
+
+
+def _summarize(args: argparse.Namespace) -> None:
+    interface = manifest_file.load_interface(args.interface)
+    functions: dict[str, list[dict[str, Any]]] = {}
+    for name, spec in interface.functions.items():
+        with np.load(args.expected / f"{name}.npz") as wanted:
+            functions[name] = [
+                summarize(name, tensor.name, wanted[tensor.name], args.seed)
+                for tensor in spec.outputs
+            ]
+    content = {"seed": args.seed, "functions": functions}
+    args.out.write_text(json.dumps(content, sort_keys=True, allow_nan=False) + "\n")
+
+
+def _check(args: argparse.Namespace) -> None:
+    from runtime.module import Module
+
+    manifest = manifest_file.load(args.bundle)
+    device = Module.open(args.bundle, manifest, args.device)
+    rows = check_whole(device, manifest, args.seed, args.expected)
+    # JSON has no infinity: the largest float stands for "a NaN or another shape".
+    plain = [asdict(row) | {"error": min(row.error, sys.float_info.max)} for row in rows]
+    args.out.write_text(json.dumps(plain, indent=1) + "\n")
+
+
+def main(argv: list[str] | None = None) -> int:
+    """See the module docstring."""
+    parser = argparse.ArgumentParser(prog="python -m runtime.probe")
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, run in (("inputs", _inputs), ("summarize", _summarize), ("check", _check)):
+        sub = commands.add_parser(name)
+        if name == "check":
+            sub.add_argument("bundle", type=Path)
+            sub.add_argument("--device")
+        else:
+            sub.add_argument("interface", type=Path)
+        if name != "inputs":
+            sub.add_argument("--expected", type=Path, required=True)
+        sub.add_argument("--seed", type=int, required=True)
+        sub.add_argument("--out", type=Path, required=True)
+        sub.set_defaults(run=run)
+    args = parser.parse_args(argv)
+    try:
+        args.run(args)
+    except (UserError, OSError) as error:
+        return report(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
