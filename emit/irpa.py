@@ -98,10 +98,11 @@ def read(path: Path, specs: Iterable[Tensor]) -> Mapping[str, np.ndarray]:
     raw = np.memmap(path, dtype=np.uint8, mode="r")
     if raw.size < 88 or raw[:4].tobytes() != MAGIC:
         raise EmitError(f"{path}: not an IREE parameter archive; convert the checkpoint again")
-    count, entries_at, _, names_at, _, storage_at, _ = _COUNTS.unpack_from(raw, _PREFIX.size)
+    header = memoryview(raw)
+    count, entries_at, _, names_at, _, storage_at, _ = _COUNTS.unpack_from(header, _PREFIX.size)
     found: dict[str, np.ndarray] = {}
     for i in range(count):
-        entry = _ENTRY.unpack_from(raw, entries_at + i * _up(_ENTRY.size, 16))
+        entry = _ENTRY.unpack_from(header, entries_at + i * _up(_ENTRY.size, 16))
         name_off, name_len, _, _, _, offset, length = entry[3:]
         name = raw[names_at + name_off : names_at + name_off + name_len].tobytes().decode()
         found[name] = raw[storage_at + offset : storage_at + offset + length]
