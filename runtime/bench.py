@@ -133,12 +133,12 @@ def _openings(
 ) -> tuple[list[float], Session]:
     """(seconds of each opening, the last session); one untimed opening goes first."""
     from runtime.hal import open_device
-    from runtime.module import Module
+    from runtime.module import open_bundle
     from runtime.session import Session
 
     def one() -> Session:
         manifest = mf.load(bundle)
-        return Session(Module.open(bundle, manifest, device, random_params), manifest)
+        return Session(open_bundle(bundle, manifest, device, random_params), manifest)
 
     if random_params is not None:
         open_device(device or mf.load(bundle).target.uri)

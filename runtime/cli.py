@@ -160,10 +160,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"stop: {_no_tokenizer(args.bundle)}; leave --stop out")
     stream = None if tokenizer is None else TextStream(tokenizer.stream(prompt), args.stop)
 
-    from runtime.module import Module
+    from runtime.module import open_bundle
     from runtime.session import Session
 
-    device = Module.open(args.bundle, manifest, args.device)
+    device = open_bundle(args.bundle, manifest, args.device)
     session = Session(device, manifest)
     open_s = time.perf_counter() - started
     show = (lambda token, text: None) if args.json else _Printer(tokenizer is None)

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from runtime import cpu, vmfb
+from runtime import cpu, emulated, vmfb
 from runtime.errors import UserError
 from runtime.hal import Buffer, Hal, device_class, instance, open_device, reason, rt
 from runtime.manifest import FileRef, Manifest, ParamSpec
@@ -48,6 +48,27 @@ class Device(Protocol):
     def zeros(self, dtype: str, shape: tuple[int, ...]) -> Buffer:
         """A zero-filled buffer; dtype is a manifest word."""
         ...
+
+
+def open_bundle(
+    bundle: Path,
+    manifest: Manifest,
+    device: str | None = None,
+    random_params: int | None = None,
+) -> Device:
+    """A bundle's module on `device`: an IREE URI, or `qemu-aarch64`; see Module.open."""
+    if device != emulated.URI:
+        return Module.open(bundle, manifest, device, random_params)
+    code = _checked(bundle, manifest.files.module, manifest)
+    if "aarch64" not in " ".join(manifest.target.flags):
+        raise UserError(
+            f"device {device!r} cannot run this bundle: it was compiled for target"
+            f" {manifest.target.name}, expected one for aarch64 (target cpu-aarch64)"
+        )
+    if random_params is not None:
+        raise UserError(f"device {device!r} has no random parameters: use a bundle with weights")
+    params = _checked(bundle, _params_ref(bundle, manifest), manifest) if manifest.params else None
+    return emulated.Emulated(code, params, manifest.functions)
 
 
 class Module:

@@ -221,10 +221,10 @@ def _summarize(args: argparse.Namespace) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    from runtime.module import Module
+    from runtime.module import open_bundle
 
     manifest = manifest_file.load(args.bundle)
-    device = Module.open(args.bundle, manifest, args.device)
+    device = open_bundle(args.bundle, manifest, args.device)
     rows = check_whole(device, manifest, args.seed, args.expected)
     # JSON has no infinity: the largest float stands for "a NaN or another shape".
     plain = [asdict(row) | {"error": min(row.error, sys.float_info.max)} for row in rows]

@@ -113,7 +113,7 @@ def sha256(path: Path) -> str:
 def check_device(bundle: Path, manifest: mf.Manifest, device: str | None) -> Iterable[Row]:
     """Run what reference.json holds. A bundle that says nothing to compare with fails."""
     from runtime import probe
-    from runtime.module import Module
+    from runtime.module import open_bundle
     from runtime.session import Session
 
     if manifest.files.reference is None:
@@ -130,7 +130,7 @@ def check_device(bundle: Path, manifest: mf.Manifest, device: str | None) -> Ite
     elif not reference.prompts and entries is None:
         yield Row("reference", False, "no prompts and no entries to compare with")
         return
-    module = Module.open(bundle, manifest, device, random_params=seed)
+    module = open_bundle(bundle, manifest, device, random_params=seed)
     oracle = f"{reference.oracle.name} {reference.oracle.version}"
     yield Row("opened", True, f"on {module.uri}; oracle: {oracle}")
     if entries is not None:
