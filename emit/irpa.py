@@ -95,17 +95,12 @@ def read(path: Path, specs: Iterable[Tensor]) -> Mapping[str, np.ndarray]:
 
     Raises EmitError if the file is not an archive or lacks, or holds in another size, one of them.
     """
-    raw = np.memmap(path, dtype=np.uint8, mode="r")
-    if raw.size < 88 or raw[:4].tobytes() != MAGIC:
-        raise EmitError(f"{path}: not an IREE parameter archive; convert the checkpoint again")
-    header = memoryview(raw)
-    count, entries_at, _, names_at, _, storage_at, _ = _COUNTS.unpack_from(header, _PREFIX.size)
-    found: dict[str, np.ndarray] = {}
-    for i in range(count):
-        entry = _ENTRY.unpack_from(header, entries_at + i * _up(_ENTRY.size, 16))
-        name_off, name_len, _, _, _, offset, length = entry[3:]
-        name = raw[names_at + name_off : names_at + name_off + name_len].tobytes().decode()
-        found[name] = raw[storage_at + offset : storage_at + offset + length]
+    try:
+        found = _entries(np.memmap(path, dtype=np.uint8, mode="r"))
+    except (ValueError, OverflowError, IndexError, struct.error) as error:
+        raise EmitError(
+            f"{path}: not an IREE parameter archive ({error}); convert the checkpoint again"
+        ) from error
     views: dict[str, np.ndarray] = {}
     for spec in specs:
         if spec.name not in found or found[spec.name].size != spec.nbytes:
@@ -113,3 +108,19 @@ def read(path: Path, specs: Iterable[Tensor]) -> Mapping[str, np.ndarray]:
             raise EmitError(f"{path}: {spec.name}: found {size} bytes, expected {spec.nbytes}")
         views[spec.name] = found[spec.name].view(DTYPES[spec.dtype]).reshape(spec.shape)
     return views
+
+
+def _entries(raw: np.ndarray) -> dict[str, np.ndarray]:
+    """The bytes of each tensor of the archive `raw`, by name; ValueError or struct.error if bad."""
+    header = raw.data
+    magic, *_ = _PREFIX.unpack_from(header)
+    if magic != MAGIC:
+        raise ValueError(f"begins with {magic!r}, expected {MAGIC!r}")
+    count, entries_at, _, names_at, _, storage_at, _ = _COUNTS.unpack_from(header, _PREFIX.size)
+    found: dict[str, np.ndarray] = {}
+    for i in range(count):
+        entry = _ENTRY.unpack_from(header, entries_at + i * _up(_ENTRY.size, 16))
+        name_off, name_len, _, _, _, offset, length = entry[3:]
+        name = raw[names_at + name_off : names_at + name_off + name_len].tobytes().decode()
+        found[name] = raw[storage_at + offset : storage_at + offset + length]
+    return found
