@@ -23,7 +23,7 @@ DTYPES = {"f32": np.dtype(np.float32), "bf16": np.dtype(ml_dtypes.bfloat16), "f1
 LONG = {"f32": "float32", "bf16": "bfloat16", "f16": "float16"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Case:
     """One checkpoint.
 

@@ -18,6 +18,7 @@ from emit.checkpoint import open_checkpoint
 from emit.entry import Model
 
 State = dict[str, Any]
+Tokens = Sequence[int] | np.ndarray
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ class Driver:
         return np.asarray(logits), state
 
     def prefill(
-        self, tokens: Sequence[int], chunk: int, state: State | None = None, cuts: Any = None
+        self, tokens: Tokens, chunk: int, state: State | None = None, cuts: Any = None
     ) -> tuple[np.ndarray, State]:
         """`tokens` of one sequence in padded chunks -> (logits [V] after the last, state).
 

@@ -152,7 +152,7 @@ class Mamba2:
         return self.params[head] @ x, new
 
     def run(
-        self, tokens: Sequence[int], state: Mapping[str, np.ndarray] | None = None
+        self, tokens: Sequence[int] | np.ndarray, state: Mapping[str, np.ndarray] | None = None
     ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """Logits [T, V] after each of `tokens`, and the state after the last."""
         now = self.zero_state() if state is None else dict(state)

@@ -24,7 +24,7 @@ LENGTHS = (1, 2, 63, 64, 65, 100)
 HUGE = 1e15  # what padding may hold: finite, and so are its products
 H, P, G, N, C = 6, 5, 2, 7, 11  # all different: a swapped axis cannot pass
 
-Arrays = dict[str, np.ndarray]
+Arrays = dict[str, Any]
 conv_step, conv_scan = jax.jit(conv.step), jax.jit(conv.scan)
 ssd_step, ssd_scan = jax.jit(ssd.step), jax.jit(ssd.scan, static_argnums=7)
 
@@ -35,7 +35,7 @@ def strict_promotion() -> Any:
         yield
 
 
-def f32(rng: np.random.Generator, *shape: int) -> np.ndarray:
+def f32(rng: np.random.Generator, *shape: int) -> Any:
     return rng.standard_normal(shape).astype(np.float32)
 
 
@@ -265,15 +265,15 @@ def test_linear_is_the_product_with_the_stored_weight(rows: int, dtype: Any) -> 
 
 @pytest.mark.parametrize("name", sorted(oracles.ACTIVATIONS))
 def test_activations_are_the_oracle(name: str) -> None:
-    x = np.linspace(-12, 12, 101).astype(np.float32)
+    x: Any = np.linspace(-12, 12, 101).astype(np.float32)
     assert relative(nn.ACTIVATIONS[name](x), oracles.ACTIVATIONS[name](x.astype(float))) < TOLERANCE
 
 
 def test_embed_clamps_to_the_table_and_last_valid_picks_one_row() -> None:
     table = jnp.arange(12, dtype=jnp.bfloat16).reshape(4, 3)
-    got = nn.embed(np.array([[0, 3, 4, 2**31 - 1]], np.int32), table)
+    got = nn.embed(jnp.array([[0, 3, 4, 2**31 - 1]], jnp.int32), table)
     assert got.dtype == jnp.float32
     assert got.tolist() == [[[0, 1, 2], [9, 10, 11], [9, 10, 11], [9, 10, 11]]]
-    x = np.arange(12, dtype=np.float32).reshape(2, 3, 2)
-    picked = nn.last_valid(x, np.array([2, 0], np.int32))
+    x = jnp.arange(12, dtype=jnp.float32).reshape(2, 3, 2)
+    picked = nn.last_valid(x, jnp.array([2, 0], jnp.int32))
     assert picked.tolist() == [[[2, 3]], [[6, 7]]]
