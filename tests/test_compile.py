@@ -76,7 +76,8 @@ def run(vmfb: Path, uri: str, weights: str, name: str, *inputs: np.ndarray) -> l
     module = rt.VmModule.copy_buffer(instance, vmfb.read_bytes())
     context = rt.SystemContext(vm_modules=[io, module], config=config)
     function: Any = context.modules.model[name]
-    return [np.asarray(x.to_host()) for x in function(*inputs)]
+    results: Any = function(*inputs)
+    return [np.asarray(result.to_host()) for result in results]
 
 
 SLOW = pytest.mark.slow

@@ -307,7 +307,8 @@ def test_missing_weight_types_are_substituted_by_name() -> None:
     used, notice = resolve_weights(None, model, resolve_target("vulkan"))
     assert (used, notice) == ("f32", "target vulkan has no bf16 weights: converting to f32 instead")
     assert resolve_weights("bf16", model, resolve_target("metal"))[0] == "f16"
-    assert resolve_weights("f16", model, resolve_target("vulkan")) == ("f16", None)
+    assert resolve_weights("f16", model, resolve_target("vulkan"))[0] == "f32"
+    assert resolve_weights("f16", model, resolve_target("metal")) == ("f16", None)
     bare = resolve_model("hf:a/b")
     assert resolve_weights(None, bare, resolve_target("vulkan")) == ("auto", None)
     for target in every_target():
