@@ -67,7 +67,7 @@ def run(vmfb: Path, uri: str, weights: str, name: str, *inputs: np.ndarray) -> l
     """The function's results by IREE, in this process, parameters given from memory."""
     import iree.runtime as rt
 
-    index = rt.ParameterIndex()
+    index: Any = rt.ParameterIndex()
     for key, value in graphs.parameters(weights).items():
         index.add_buffer(key, value.tobytes())
     config = rt.Config(uri)
