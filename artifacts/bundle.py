@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import shutil
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from artifacts.proof import Compiled, compile_and_prove, tolerance
 from artifacts.records import Blob
 from artifacts.stages import Miss, Stages
 from runtime import manifest as manifest_file
+from runtime.errors import UserError
 from runtime.manifest import Manifest
 
 TOKENIZER_FILES = (
@@ -29,10 +31,15 @@ def build(stages: Stages, root: Path) -> Path:
     with stages.store.using():
         compiled = compiled_module(stages)
         directory = stages.job.bundle(root)
-        if stages.dry and not _is_right(stages, compiled, directory):
-            raise Miss(None)
+        if stages.dry:
+            if _wrong(stages, compiled, directory) is not None:
+                raise Miss(None)
+            return directory
         with stages.store.key_lock(_lock_key(directory), f"the bundle {directory}"):
-            if not _is_right(stages, compiled, directory):
+            wrong = _wrong(stages, compiled, directory)
+            if wrong is not None:
+                if wrong:
+                    print(f"{wrong}, writing the bundle again", file=sys.stderr, flush=True)
                 _replace(stages, compiled, directory)
             stages.log.append_to(directory)
     return directory
@@ -134,16 +141,35 @@ def _write(stages: Stages, compiled: Compiled, out: Path, *, proving: bool = Fal
         write_new(out / manifest_file.FILE_NAME, text.encode())
 
 
-def _is_right(stages: Stages, compiled: Compiled, directory: Path) -> bool:
-    """Whether the bundle is there and every file of it is the one in the cache, or equal to it."""
+def _wrong(stages: Stages, compiled: Compiled, directory: Path) -> str | None:
+    """None if the bundle is there and every file of it is the one in the cache, or equal to it.
+
+    Else the damage in words, or "" if no bundle is there or it is one of other inputs.
+    """
     files = _files(stages, compiled)
     text = manifest_file.dumps(_manifest(stages, compiled, files))
+    path = directory / manifest_file.FILE_NAME
     try:
-        if (directory / manifest_file.FILE_NAME).read_text(encoding="utf-8") != text:
-            return False
-        return all(_same(stages, blob, directory / name) for name, blob in files.items())
-    except (OSError, UnicodeDecodeError):
+        found = path.read_text(encoding="utf-8")
+        if found != text:
+            return "" if _reads(found) else f"{path}: is damaged"
+        for name, blob in files.items():
+            path = directory / name
+            if not _same(stages, blob, path):
+                return f"{path}: does not match its sha256"
+    except FileNotFoundError:
+        return f"{path}: is missing" if directory.exists() else ""
+    except (OSError, UnicodeDecodeError) as error:
+        return f"{path}: cannot be read ({error})"
+    return None
+
+
+def _reads(text: str) -> bool:
+    try:
+        manifest_file.loads(text)
+    except UserError:
         return False
+    return True
 
 
 def _same(stages: Stages, blob: Blob, path: Path) -> bool:

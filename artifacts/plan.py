@@ -11,6 +11,7 @@ from artifacts.buildlog import BuildLog
 from artifacts.job import Job
 from artifacts.stages import Miss, Stages
 from artifacts.store import Store
+from runtime.errors import UserError
 
 ORDER = ("fetch", "convert", "emit", "expect", "compile", "proof", "bundle")
 
@@ -41,10 +42,13 @@ class Plan:
         self._dry = Stages(self.store, self.job, BuildLog(), dry=True)
 
     def ready(self, name: str) -> bool:
-        """Whether the stage's results are all there; nothing is run or downloaded to find out."""
+        """Whether the stage's results are all there; nothing is run or downloaded to find out.
+
+        What is wrong with the input is told by the run that follows.
+        """
         try:
             self._step(self._dry, name)
-        except Miss:
+        except (Miss, UserError):
             return False
         return True
 

@@ -166,7 +166,7 @@ def _proof_action(stages: Stages, compiling: Action, device: str) -> Action:
 
 
 def _known_failure(stages: Stages, compiling: Action, device: str) -> str | None:
-    record = stages.store.lookup(_proof_action(stages, compiling, device).key)
+    record = stages.look(_proof_action(stages, compiling, device))
     return None if record is None else record.meta["problem"]
 
 

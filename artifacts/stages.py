@@ -20,7 +20,7 @@ from artifacts.actions import Action, Result, run
 from artifacts.buildlog import BuildLog
 from artifacts.fetch import Checkpoint, NotHere, fetch
 from artifacts.job import Job
-from artifacts.records import Blob
+from artifacts.records import Blob, Record
 from artifacts.sources import source_digest
 from artifacts.store import Store
 from artifacts.tools import versions
@@ -60,10 +60,14 @@ class Stages:
         """The result of `action`, made by `produce` if it is not cached."""
         if not self.dry:
             return run(self.store, action, produce, meta)
-        record = self.store.lookup(action.key, report=False)
+        record = self.look(action)
         if record is None:
             raise Miss(action)
         return Result(action.key, True, record.outputs, record.meta)
+
+    def look(self, action: Action) -> Record | None:
+        """The record of `action` if it is cached."""
+        return self.store.lookup(action.key, report=not self.dry)
 
     # Checkpoint
 
@@ -87,7 +91,7 @@ class Stages:
         if self.checkpoint is None:
             raw: Any = self.job.config
         else:
-            raw = json.loads(self._file("config.json").read_text(encoding="utf-8"))
+            raw = self._json("config.json")
         return json.dumps(raw, sort_keys=True)
 
     @property
@@ -104,6 +108,22 @@ class Stages:
         if not path.is_file():
             raise UserError(f"{path}: not there; a checkpoint directory needs it")
         return path
+
+    def _text(self, name: str) -> str:
+        try:
+            return self._file(name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UserError(f"{name}: cannot be read ({error}), expected JSON text") from error
+
+    def _json(self, name: str) -> dict[str, Any]:
+        """A JSON object of the checkpoint. The stage that uses it reads it more strictly."""
+        try:
+            content = json.loads(self._text(name))
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{name}: not JSON ({error}); download the checkpoint again") from error
+        if not isinstance(content, dict):
+            raise UserError(f"{name}: found a {type(content).__name__}, expected a JSON object")
+        return content
 
     def _weight_files(self) -> dict[str, str]:
         assert self.checkpoint is not None
@@ -181,7 +201,7 @@ class Stages:
         """One StableHLO file an entry point (`<entry>.mlir`) and `interface.json`."""
         generation = None
         if self.checkpoint and "generation_config.json" in self.checkpoint.files:
-            generation = self._file("generation_config.json").read_text(encoding="utf-8")
+            generation = self._text("generation_config.json")
         fields = {
             "config": self.config,
             "generation_config": generation,

@@ -273,14 +273,15 @@ class Store:
     def lookup(self, key: str, *, report: bool = True) -> Record | None:
         """The record of `key` if every blob it names is right, else None.
 
-        A bad record or blob is removed and told in one line on stderr (unless not `report`).
+        A bad record or blob is removed and told in one line on stderr. Without `report` nothing is
+        told or removed, so that whoever builds it again finds and tells what was wrong.
         """
         path = self.record_path(key)
         with self.using():
             record = self.peek(key)
             if record is None:
-                if path.exists():
-                    _tell(report, f"{path}: broken record in the cache, building again")
+                if report and path.exists():
+                    _tell(f"{path}: broken record in the cache, building again")
                     with explained(path):
                         path.unlink(missing_ok=True)
                 return None
@@ -289,9 +290,10 @@ class Store:
                 trouble = self.problem(blob)
                 if trouble is not None:
                     good = False
-                    where = self.path(blob)
-                    _tell(report, f"{where}: cached {name} {trouble}, building again")
-                    self._drop(blob)
+                    if report:
+                        where = self.path(blob)
+                        _tell(f"{where}: cached {name} {trouble}, building again")
+                        self._drop(blob)
             if good:
                 with contextlib.suppress(OSError):
                     os.utime(path)
@@ -339,6 +341,5 @@ class Store:
         return [key for _, key in sorted(found, reverse=True)]
 
 
-def _tell(report: bool, line: str) -> None:
-    if report:
-        print(line, file=sys.stderr, flush=True)
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
