@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import importlib.util
+import json
 import mmap
 import os
 import shutil
@@ -31,13 +32,29 @@ PACKAGE = "iree-base-compiler"
 _ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT")
 _INPUT = f"{MODULE}.mlir"
 
-# Asks Linux to kill this process when its parent dies, then becomes the compiler. A process of its
-# own, because code between fork and exec is unsafe in a threaded parent.
+# A small process between this one and the compiler. It makes both die with this one (Linux), where
+# code between fork and exec is unsafe in a threaded parent, and it measures the compiler: peak
+# memory survives exec, so a direct child of a big process would report that process's.
+_USAGE = "usage.json"
 _LAUNCH = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
-if os.getppid() == int(sys.argv[1]):  # it may have died before the request
-    os.execv(sys.argv[2], sys.argv[2:])
+import json, os, sys
+parent, usage, *command = sys.argv[1:]
+def die_with(pid):
+    if sys.platform == "linux":
+        import ctypes
+        ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+    if os.getppid() != int(pid):  # it may have died before the request
+        os._exit(1)
+die_with(parent)
+me = os.getpid()
+child = os.fork()
+if child == 0:
+    die_with(me)
+    os.execv(command[0], command)
+_, status, used = os.wait4(child, 0)
+unit = 1 if sys.platform == "darwin" else 1024
+with open(usage, "w") as out:
+    json.dump([os.waitstatus_to_exitcode(status), used.ru_maxrss * unit], out)
 """
 
 
@@ -105,10 +122,11 @@ def run_compiler(text: str, arguments: Sequence[str], work: Path) -> CompileStat
     (work / _INPUT).write_text(text, encoding="utf-8")
     log = work / "compiler.log"
     environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    launch = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), _USAGE]
     started = time.perf_counter()
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            [*_dying_with_parent(), str(compiler_path()), _INPUT, *arguments],
+            [*launch, str(compiler_path()), _INPUT, *arguments],
             cwd=work,
             env=environment,
             stdin=subprocess.DEVNULL,
@@ -117,24 +135,18 @@ def run_compiler(text: str, arguments: Sequence[str], work: Path) -> CompileStat
             process_group=0,
         )
         try:
-            _, status, usage = os.wait4(process.pid, 0)
+            launched = process.wait()
         except BaseException:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             raise
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode != 0:
-        raise _failure(text, log, process.returncode)
-    unit = 1 if sys.platform == "darwin" else 1024
-    return CompileStats(time.perf_counter() - started, usage.ru_maxrss * unit, 0)
-
-
-def _dying_with_parent() -> list[str]:
-    """The words before a command that make it die with this process; none where not on Linux."""
-    if sys.platform != "linux":
-        return []
-    return [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid())]
+    code, peak = launched or 1, 0
+    with contextlib.suppress(OSError, ValueError):  # no usage: the launcher itself did not end well
+        code, peak = json.loads((work / _USAGE).read_text(encoding="utf-8"))
+    if code != 0:
+        raise _failure(text, log, code)
+    return CompileStats(time.perf_counter() - started, peak, 0)
 
 
 @contextlib.contextmanager
