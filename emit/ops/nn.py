@@ -25,25 +25,18 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """`x @ weight.T + bias`: x f32[B, T, K], weight [O, K], bias f32[O] -> f32[B, T, O].
 
-    With few rows the product is written as multiply and sum, which reads each weight once in its
-    stored type; with many rows it is a matrix product over the widened weight.
+    The widening of a narrow weight becomes part of the product's kernel: no target keeps a widened
+    copy. (Multiply and sum, the other form, does that only under fusion flags that are unsafe.)
     """
     rows = x.shape[0] * x.shape[1]
-    if rows <= MULTIPLY_SUM_ROWS and weight.dtype != jnp.float32:
-        y = jnp.sum(x[..., None, :] * weight.astype(jnp.float32), axis=-1)
-    else:
-        flat = x.reshape(rows, x.shape[2])
-        y = jax.lax.dot_general(
-            flat,
-            weight.astype(jnp.float32),
-            (((1,), (1,)), ((), ())),
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        ).reshape(*x.shape[:2], weight.shape[0])
+    y = jax.lax.dot_general(
+        x.reshape(rows, x.shape[2]),
+        weight.astype(jnp.float32),
+        (((1,), (1,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    ).reshape(*x.shape[:2], weight.shape[0])
     return y if bias is None else y + bias
-
-
-MULTIPLY_SUM_ROWS = 8
 
 
 def embed(tokens: Array, table: Array) -> Array:
