@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -43,8 +44,12 @@ class Reporter(ConsoleReporter):
         super().__init__(sys.stderr, options)
 
     def add_failure(self, task: Any, fail: Any) -> None:
-        """The one line was printed where it happened."""
+        """A task that returned False has told why; anything else is told here."""
         self.failures.append({"task": task, "exception": fail})
+        if fail.traceback:
+            print(f"error: task {task.name}: {fail.traceback[-1].strip()}", file=sys.stderr)
+            if os.environ.get("SCANWRIGHT_DEBUG") == "1":
+                print("".join(fail.traceback), file=sys.stderr)
 
     def complete_run(self) -> None:
         """Nothing to add."""

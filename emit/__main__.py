@@ -84,9 +84,8 @@ def _expect(args: argparse.Namespace) -> None:
     params = expect.load_params(model, args.weights, args.params)
     if args.inputs:
         expect.expected(model, Shape.parse(args.shape), params, args.inputs, args.out)
-    if args.new_tokens:
-        content = expect.reference(model, params, args.seed, args.new_tokens)
-        expect.write_reference(args.out / "prompts.json", content)
+    content = expect.reference(model, params, args.seed, args.new_tokens)
+    expect.write_reference(args.out / "prompts.json", content)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -104,8 +104,9 @@ def generate(
 def reference(
     model: Model, params: Mapping[str, Any], seed: int, new_tokens: int
 ) -> dict[str, Any]:
-    """The `oracle` and `prompts` parts of reference.json."""
-    rows = generate(model, params, prompts(model.cfg.vocab_size, seed), new_tokens)
+    """The `oracle` and `prompts` parts of reference.json; no prompts for 0 new tokens."""
+    texts = prompts(model.cfg.vocab_size, seed) if new_tokens else []
+    rows = generate(model, params, texts, new_tokens) if texts else []
     return {"oracle": {"name": "jax", "version": jax.__version__}, "prompts": rows}
 
 
