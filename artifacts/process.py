@@ -3,19 +3,43 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from runtime.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-_PR_SET_PDEATHSIG = 1
+
+# A small process between this one and the program. It makes both die with this one (Linux), where
+# code between fork and exec is unsafe in a threaded parent, and it measures the program: peak
+# memory survives exec, so a direct child of a big process would report that process's.
+_LAUNCH = """
+import json, os, sys
+parent, usage, *command = sys.argv[1:]
+def die_with(pid):
+    if sys.platform == "linux":
+        import ctypes
+        ctypes.CDLL(None).prctl(1, 9)  # PR_SET_PDEATHSIG, SIGKILL
+    if os.getppid() != int(pid):  # it may have died before the request
+        os._exit(1)
+die_with(parent)
+me = os.getpid()
+child = os.fork()
+if child == 0:
+    die_with(me)
+    os.execv(command[0], command)
+_, status, used = os.wait4(child, 0)
+unit = 1 if sys.platform == "darwin" else 1024
+with open(usage, "w") as out:
+    json.dump([os.waitstatus_to_exitcode(status), used.ru_maxrss * unit], out)
+"""
 
 
 @dataclass(frozen=True)
@@ -31,32 +55,34 @@ def run_logged(
 ) -> tuple[int, Usage]:
     """Run `argv` with its output in the file `log`; returns (exit code, usage).
 
-    The process leads a group of its own, is killed with this process (Linux) and on any exception
+    It leads a process group of its own, is killed with this process (Linux) and on any exception
     here. A negative exit code is the signal that ended it.
     """
+    numbers = log.with_suffix(".usage").absolute()
+    launch = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), str(numbers)]
     started = time.perf_counter()
     with log.open("wb") as sink:
         process = subprocess.Popen(
-            list(argv),
+            [*launch, *argv],
             cwd=cwd,
             env=env,
             stdin=subprocess.DEVNULL,
             stdout=sink,
             stderr=sink,
             process_group=0,
-            preexec_fn=_die_with_parent(os.getpid()),
         )
         try:
-            _, status, usage = os.wait4(process.pid, 0)
+            launched = process.wait()
         except BaseException:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             raise
-    process.returncode = os.waitstatus_to_exitcode(status)
-    unit = 1 if sys.platform == "darwin" else 1024
-    seconds = time.perf_counter() - started
-    return process.returncode, Usage(seconds, usage.ru_maxrss * unit)
+    code, peak = launched or 1, 0
+    with contextlib.suppress(OSError, ValueError):  # no usage: the launcher did not end well
+        code, peak = json.loads(numbers.read_text(encoding="utf-8"))
+    numbers.unlink(missing_ok=True)
+    return code, Usage(time.perf_counter() - started, peak)
 
 
 def run_module(module: str, arguments: Sequence[str | Path], scratch: Path) -> Usage:
@@ -82,19 +108,3 @@ def run_module(module: str, arguments: Sequence[str | Path], scratch: Path) -> U
         )
     detail = lines[-1] if lines else f"exit code {code}"
     raise UserError(f"{step}: failed: {detail}; SCANWRIGHT_DEBUG=1 shows all of its output")
-
-
-def _die_with_parent(parent: int) -> Callable[[], None] | None:
-    """What the child runs first: ask to be killed when the parent dies (Linux only)."""
-    if sys.platform != "linux":
-        return None
-    import ctypes
-
-    libc = ctypes.CDLL(None, use_errno=True)
-
-    def ask() -> None:
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it died before the request
-            os._exit(1)
-
-    return ask

@@ -18,7 +18,7 @@ from typing import Any, Protocol
 
 from artifacts import devices, process
 from artifacts.actions import Action, Result
-from artifacts.compile import bytecode_version, compile_module
+from artifacts.compile import compile_module
 from artifacts.cpu import Cpu, resolve_cpu
 from artifacts.link import MODULE
 from artifacts.records import Blob
@@ -26,6 +26,7 @@ from artifacts.sources import source_digest
 from artifacts.stages import SEED, Stages
 from artifacts.tools import versions
 from runtime.errors import UserError
+from runtime.vmfb import bytecode_version
 
 # Largest accepted error of an output, relative to its largest magnitude and to its norm. All
 # arithmetic is float32 whatever the weights are stored in, so one bound serves all types: sums of a

@@ -25,7 +25,7 @@ BANS: dict[str, tuple[str, ...]] = {
     "runtime.sampling": ("iree",),
 }
 ALLOWED = {
-    "artifacts": ("runtime.manifest", "runtime.errors"),
+    "artifacts": ("runtime.manifest", "runtime.errors", "runtime.vmfb"),
     "recipes": ("runtime.errors",),
 }
 
@@ -56,6 +56,8 @@ def violations(root: Path) -> list[str]:
     found = []
     for package in PACKAGES:
         for path in sorted((root / package).rglob("*.py")):
+            if not (path.parent / "__init__.py").exists():
+                continue  # a script beside data, such as the one that trained a checkpoint
             is_package = path.name == "__init__.py"
             parts = path.relative_to(root).with_suffix("").parts
             module = ".".join(parts[:-1] if is_package else parts)
