@@ -153,7 +153,7 @@ def folded(a: Arrays) -> tuple[np.ndarray, Any]:
 
 
 @pytest.mark.parametrize("steps", LENGTHS)
-@pytest.mark.parametrize("chunk", [16, 32, 64])
+@pytest.mark.parametrize("chunk", [16, pytest.param(32, marks=pytest.mark.slow), 64])
 def test_ssd_scan_is_the_oracle_on_ragged_rows(steps: int, chunk: int) -> None:
     lengths = np.array([steps, steps // 2, min(steps, 1)], np.int32)
     a = padded(ssd_inputs(steps, rows=3, seed=steps), lengths, HUGE)

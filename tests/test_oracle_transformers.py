@@ -71,7 +71,7 @@ class Reference:
 def compare(
     got: tuple[list[int], np.ndarray], want: tuple[list[int], np.ndarray], label: str
 ) -> str:
-    """Assert tokens and first logits agree up to a near tie; returns a line of what was measured."""
+    """Assert tokens and first logits agree up to a near tie; returns what was measured."""
     tokens, logits = got
     wanted, reference = want
     first = relative(logits[0], reference[0])

@@ -1,4 +1,4 @@
-"""Emitted text: no custom calls, no weights, and the same bytes wherever and whenever it is made."""
+"""Emitted text: no custom calls, no weights, the same bytes wherever and whenever it is made."""
 
 from __future__ import annotations
 
