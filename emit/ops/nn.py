@@ -40,8 +40,13 @@ def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
 
 
 def embed(tokens: Array, table: Array) -> Array:
-    """Rows of `table` [V, K] for tokens i32[B, T], clamped to the table -> f32[B, T, K]."""
-    return jnp.take(table, tokens, axis=0, mode="clip").astype(jnp.float32)
+    """Rows of `table` [V, K] for tokens i32[B, T], clamped to the table -> f32[B, T, K].
+
+    Padding may hold any number, and the compiler's gather reads wherever an index points (JAX's own
+    clamps), so the clamp is an operation of the graph.
+    """
+    inside = jnp.clip(tokens, 0, table.shape[0] - 1)
+    return jnp.take(table, inside, axis=0, mode="clip").astype(jnp.float32)
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
