@@ -77,9 +77,7 @@ def derive(checkpoint: Path, texts: Iterable[list[int]]) -> list[Reference]:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(
-        checkpoint, dtype=torch.float32
-    )
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32)
     model.generation_config.eos_token_id = None
     found = []
     for text in texts:

@@ -1,0 +1,152 @@
+"""Bundles built by the command that a user types, and sequences run on them.
+
+Each is built once a process, all from one cache, so that tests share what they can.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import references
+
+from runtime import manifest as manifests
+from runtime.manifest import Manifest
+from runtime.module import Device, open_bundle
+from runtime.session import Session
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@functools.cache
+def home() -> Path:
+    """This process's directory for checkpoints, the cache and bundles."""
+    path = Path(tempfile.mkdtemp(prefix="scanwright-tests-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+@functools.cache
+def checkpoint(name: str) -> Path:
+    """The checkpoint called `name` (see references)."""
+    return references.write_checkpoint(name, home() / "checkpoints" / name)
+
+
+def doit(
+    words: Sequence[str], cwd: Path, cache: Path, env: Mapping[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Run `doit` on the project's dodo.py with `cwd` as the directory that build/ is made in."""
+    cwd.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "doit", "-f", str(ROOT / "dodo.py"), "-d", str(cwd), *words]
+    variables = {
+        **os.environ,
+        "PYTHONPATH": str(ROOT),
+        "SCANWRIGHT_CACHE": str(cache),
+        **(env or {}),
+    }
+    return subprocess.run(
+        command, cwd=cwd, env=variables, capture_output=True, text=True, check=False
+    )
+
+
+def built(done: subprocess.CompletedProcess[str], cwd: Path) -> Path:
+    """The bundle that a `doit build` made."""
+    assert done.returncode == 0, done.stderr
+    (line,) = (line for line in done.stdout.splitlines() if line.startswith("bundle: "))
+    return cwd / line.removeprefix("bundle: ")
+
+
+@functools.cache
+def build(name: str, target: str = "cpu", shape: str = "b1-p8", *words: str) -> Path:
+    """The bundle of the checkpoint `name`, by `doit build`."""
+    words = (f"model={checkpoint(name)}", f"target={target}", f"shape={shape}", *words)
+    cwd = home() / "tree" / "-".join(word for word in words[3:] if "/" not in word)
+    return built(doit(["build", *words], cwd, home() / "cache"), cwd)
+
+
+@dataclass(frozen=True)
+class Opened:
+    """A bundle on a device."""
+
+    path: Path
+    manifest: Manifest
+    device: Device
+
+    @classmethod
+    def open(cls, path: Path, device: str | None = None) -> Opened:
+        """As the runtime's own commands do it."""
+        manifest = manifests.load(path)
+        return cls(path, manifest, open_bundle(path, manifest, device))
+
+    def session(self) -> Session:
+        """Fresh slots."""
+        return Session(self.device, self.manifest)
+
+    def host(self, buffer: Any) -> np.ndarray:
+        """A host copy."""
+        return np.asarray(self.device.to_host(buffer))
+
+    def hosts(self, buffers: Sequence[Any]) -> list[np.ndarray]:
+        """Host copies."""
+        return [self.host(buffer) for buffer in buffers]
+
+
+def follow(
+    opened: Opened, texts: Mapping[int, Sequence[int]], forced: Mapping[int, Sequence[int]]
+) -> dict[int, tuple[list[int], np.ndarray]]:
+    """Read `texts[slot]` into each slot, then decode all slots together, feeding `forced[slot]`.
+
+    Returns slot → (the token chosen at each of the `len(forced[slot])` steps, logits before each).
+    Feeding what another program generated keeps both on one path past a near tie; where all chosen
+    tokens are the forced ones, this is what greedy generation gives.
+    """
+    session, count = opened.session(), max(map(len, forced.values()))
+    chosen: dict[int, list[int]] = {slot: [] for slot in texts}
+    rows: dict[int, list[np.ndarray]] = {slot: [] for slot in texts}
+    inputs = np.zeros((3, session.slots), np.int32)  # tokens, positions, active
+    for slot, text in texts.items():
+        logits, argmax = session.prefill(text)
+        session.admit(slot)
+        chosen[slot].append(int(opened.host(argmax)[0]))
+        rows[slot].append(opened.host(logits)[0])
+        inputs[:, slot] = forced[slot][0], len(text), 1
+    for step in range(1, count):
+        logits, argmax = map(opened.host, session.decode(*inputs))
+        for slot in texts:
+            chosen[slot].append(int(argmax[slot]))
+            rows[slot].append(logits[slot])
+            inputs[0, slot] = forced[slot][step]
+        inputs[1] += inputs[2]
+    return {slot: (chosen[slot], np.array(rows[slot])) for slot in texts}
+
+
+def relative(got: np.ndarray, want: np.ndarray) -> float:
+    """Largest absolute difference over the largest absolute value wanted; infinite for a NaN."""
+    assert got.shape == want.shape
+    if not np.isfinite(got).all():
+        return float("inf")
+    difference = np.abs(got.astype(np.float64) - want.astype(np.float64)).max()
+    return float(difference / np.abs(want).max())
+
+
+def worst(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> float:
+    """The largest `relative` of two lists of arrays."""
+    return max(relative(a, b) for a, b in zip(got, want, strict=True))
+
+
+def same_bits(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> bool:
+    """Whether two lists of arrays are equal to the bit."""
+    return all(
+        a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
+        for a, b in zip(got, want, strict=True)
+    )
