@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -77,7 +78,8 @@ def _lines(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
     cpu = f", CPU {target['cpu']}" if target["cpu"] else ""
     yield "target", f"{target['name']}: device {target['uri']}{cpu}"
     if target["features"]:
-        yield "", "needs " + " ".join(target["features"])
+        for line in textwrap.wrap("needs " + " ".join(target["features"]), 88):
+            yield "", line
     yield "compiler", f"IREE {target['compiler']}, bytecode {target['bytecode_version']}"
     chunks = ", ".join(map(str, shape["chunks"]))
     context = f", context {shape['context']}" if shape["context"] else ""

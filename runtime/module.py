@@ -28,7 +28,9 @@ _HASHED_AT_OPEN_BYTES = 64 << 20
 
 
 class Device(Protocol):
-    """What sessions, checks and benchmarks need of a module on a device."""
+    """What sessions, checks and benchmarks need of a module on a device; `uri` names it."""
+
+    uri: str
 
     def call(self, function: str, args: Sequence[Buffer]) -> list[Buffer]:
         """Run a function to the end; inputs and outputs in the manifest's order.

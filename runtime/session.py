@@ -155,7 +155,12 @@ class Session:
 
     def extract(self, slot: int) -> list[Buffer]:
         """A copy of the state of `slot`, as one-slot buffers in the manifest's order."""
-        return self.device.call("extract", [self._slot(slot), *self.state])
+        found = self.device.call("extract", [self._slot(slot), *self.state])
+        if self.slots > 1:
+            return found
+        # All of a single slot is the state itself: the module may hand back the very buffers
+        # that the next step writes over.
+        return [self.device.to_device(self.device.to_host(buffer)) for buffer in found]
 
     def decode(
         self,

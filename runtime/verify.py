@@ -20,6 +20,7 @@ from runtime.errors import UserError
 
 if TYPE_CHECKING:
     from runtime.module import Device
+    from runtime.probe import Check
     from runtime.session import Session
 
 NEAR_TIE = 0.01  # logits; closer than this, the choice of the token is not decided by the model
@@ -135,13 +136,27 @@ def check_device(bundle: Path, manifest: mf.Manifest, device: str | None) -> Ite
     yield Row("opened", True, f"on {module.uri}; oracle: {oracle}")
     if entries is not None:
         _known_outputs(bundle, manifest, entries)
-        for check in probe.check_entries(module, manifest, entries.plain()):
-            detail = f"error {check.error:.1e}, at most {check.tolerance:.0e}"
-            yield Row(f"{check.function}: {check.tensor}", check.ok, detail)
+        yield from _entry_rows(probe.check_entries(module, manifest, entries.plain()))
     if manifest.files.params is not None:
         session = Session(module, manifest)
         for number, prompt in enumerate(reference.prompts):
             yield check_prompt(session, module, manifest, number, prompt)
+
+
+def _entry_rows(checks: list[Check]) -> Iterable[Row]:
+    """One row for each entry that is right, one for each wrong tensor of the others."""
+
+    def detail(check: Check) -> str:
+        return f"within {check.error:.1e} (≤ {check.tolerance:.0e})"
+
+    for function in dict.fromkeys(check.function for check in checks):
+        mine = [check for check in checks if check.function == function]
+        wrong = [check for check in mine if not check.ok]
+        for check in wrong:
+            yield Row(f"{function}: {check.tensor}", False, detail(check))
+        if not wrong:
+            worst = max(mine, key=lambda check: check.error / check.tolerance)
+            yield Row(function, True, f"{len(mine)} tensors, {worst.tensor} {detail(worst)}")
 
 
 def _known_outputs(bundle: Path, manifest: mf.Manifest, entries: rf.Entries) -> None:

@@ -137,6 +137,26 @@ def test_extract_seed_and_reset(session):
 
 
 @pytest.mark.iree
+@pytest.mark.parametrize("slots", [1, toy.SLOTS])
+def test_an_extracted_state_survives_later_steps(slots):
+    """The toy updates its state in place, so a snapshot that shares storage would change."""
+    bundle = toy.bundle("local", toy.V, False, slots)
+    manifest = mf.load(bundle)
+    session = Session(Module.open(bundle, manifest), manifest)
+    host = session.device.to_host
+    session.prefill(PROMPT)
+    session.admit(0)
+    saved = session.extract(0)
+    kept = [host(s) for s in saved]
+    ones = [1] * slots
+    first = host(session.decode([4] * slots, [13] * slots, ones)[0])[0]
+    session.decode([5] * slots, [14] * slots, ones)
+    assert all(np.array_equal(host(a), b) for a, b in zip(saved, kept, strict=True))
+    session.seed(0, saved)
+    assert np.array_equal(host(session.decode([4] * slots, [13] * slots, ones)[0])[0], first)
+
+
+@pytest.mark.iree
 def test_inactive_rows_keep_their_state(session):
     host = session.device.to_host
     session.prefill(PROMPT)

@@ -155,7 +155,11 @@ def _ref(path: Path) -> mf.FileRef:
 
 
 def make_manifest(
-    device: str, params: tuple[mf.ParamSpec, ...], files: mf.Files, bytecode: str
+    device: str,
+    params: tuple[mf.ParamSpec, ...],
+    files: mf.Files,
+    bytecode: str,
+    slots: int = SLOTS,
 ) -> mf.Manifest:
     """The toy's manifest."""
     return mf.Manifest(
@@ -171,9 +175,9 @@ def make_manifest(
             bytecode,
             FLAGS[device],
         ),
-        shape=mf.ShapeInfo("b3-p4+8", SLOTS, CHUNKS, None),
+        shape=mf.ShapeInfo(f"b{slots}-p4+8", slots, CHUNKS, None),
         files=files,
-        functions=mf.expected_functions(V, SLOTS, CHUNKS, STATE),
+        functions=mf.expected_functions(V, slots, CHUNKS, STATE),
         state=STATE,
         params=params,
         numerics=mf.Numerics("bf16", "f32", "f32", None),
@@ -227,12 +231,14 @@ def _reference(params: list[Any]) -> dict[str, Any]:
 
 
 @functools.lru_cache(maxsize=8)
-def bundle(device: str = "local", bank_rows: int = V, weight_free: bool = False) -> Path:
+def bundle(
+    device: str = "local", bank_rows: int = V, weight_free: bool = False, slots: int = SLOTS
+) -> Path:
     """A bundle directory of the toy (built once a process; copy it before changing it)."""
     out = Path(tempfile.mkdtemp(prefix="toy-"))
     atexit.register(shutil.rmtree, out, ignore_errors=True)
     specs = param_specs(device, bank_rows)
-    functions = mf.expected_functions(V, SLOTS, CHUNKS, STATE)
+    functions = mf.expected_functions(V, slots, CHUNKS, STATE)
     parts = [emit(name, spec, specs) for name, spec in functions.items()]
     text = "module @model {\n" + parts[0][0] + "\n" + "\n".join(p[1] for p in parts) + "\n}\n"
     compile_text(text, device, out / "model.vmfb")
@@ -245,7 +251,7 @@ def bundle(device: str = "local", bank_rows: int = V, weight_free: bool = False)
         (out / "params.irpa").unlink()
         (out / "reference.json").unlink()
     files = mf.Files(_ref(out / "model.vmfb"), params, reference, ())
-    toy = make_manifest(device, specs, files, bytecode_version(out / "model.vmfb"))
+    toy = make_manifest(device, specs, files, bytecode_version(out / "model.vmfb"), slots)
     (out / mf.FILE_NAME).write_text(mf.dumps(toy))
     return out
 
