@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,9 @@ class Emulated:
                 "aarch64 wheel of iree-base-runtime"
             )
         self.uri = URI
-        self._folder = tempfile.TemporaryDirectory(prefix="scanwright-emulated-")
-        self._names = (Path(self._folder.name, f"{i}.npy") for i in itertools.count())
+        folder = Path(tempfile.mkdtemp(prefix="scanwright-emulated-"))
+        weakref.finalize(self, shutil.rmtree, folder, ignore_errors=True)
+        self._names = (folder / f"{i}.npy" for i in itertools.count())
         self._functions = functions
         self._command = [emulator, "-L", str(SYSROOT), str(program), "--device=local-sync"]
         self._command += [f"--module={code}"]
