@@ -19,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import references
+from references import Reference
 
 from runtime import manifest as manifests
 from runtime.manifest import Manifest
@@ -26,6 +27,8 @@ from runtime.module import Device, open_bundle
 from runtime.session import Session
 
 ROOT = Path(__file__).resolve().parent.parent
+NEAR_TIE = 0.01  # a difference of two logits that decides nothing
+FIRST_LOGITS = 1e-4
 
 
 @functools.cache
@@ -150,3 +153,29 @@ def same_bits(got: Sequence[np.ndarray], want: Sequence[np.ndarray]) -> bool:
         a.dtype == b.dtype and a.shape == b.shape and a.tobytes() == b.tobytes()
         for a, b in zip(got, want, strict=True)
     )
+
+
+def check_references(opened: Opened, rows: Sequence[Reference]) -> None:
+    """Assert the tokens of each reference, as many decoded together as there are slots."""
+    slots = opened.manifest.shape.slots
+    for start in range(0, len(rows), slots):
+        group = dict(enumerate(rows[start : start + slots]))
+        found = follow(
+            opened,
+            {slot: row.prompt for slot, row in group.items()},
+            {slot: row.tokens for slot, row in group.items()},
+        )
+        for slot, row in group.items():
+            check_tokens(*found[slot], row)
+
+
+def check_tokens(chosen: Sequence[int], logits: np.ndarray, row: Reference) -> None:
+    """Assert the reference's first logits, and its tokens but where it hardly decides itself."""
+    assert len(chosen) == len(row.tokens) == references.NEW_TOKENS
+    error = relative(logits[0], np.array(row.first_logits))
+    assert error < FIRST_LOGITS, f"{len(row.prompt)} tokens: first logits are off by {error:.2g}"
+    for step, (got, want, gap) in enumerate(zip(chosen, row.tokens, row.gaps, strict=True)):
+        if got != want:
+            where = f"{len(row.prompt)} tokens, step {step}: {got} for {want}, gap {gap}"
+            assert gap < NEAR_TIE, where
+            print(f"near tie of the reference: {where}")

@@ -17,15 +17,12 @@ import bundles
 import numpy as np
 import pytest
 import references
-from bundles import Opened, follow, relative, same_bits, worst
-from references import Reference
+from bundles import Opened, check_references, check_tokens, follow, relative, same_bits, worst
 
 from runtime.session import Prefill, zero_state
 
 pytestmark = pytest.mark.iree
 
-NEAR_TIE = 0.01
-FIRST_LOGITS = 1e-4
 SPLIT = 1e-5
 DECODED = 1e-4
 BATCH_ROW = 1e-6
@@ -36,32 +33,6 @@ OTHERS = [
     for name in references.compared()
     if name != references.HANDED
 ]
-
-
-def check_references(opened: Opened, rows: Sequence[Reference]) -> None:
-    """Every prompt in a slot of its own as far as there are slots, decoded together."""
-    slots = opened.manifest.shape.slots
-    for start in range(0, len(rows), slots):
-        group = dict(enumerate(rows[start : start + slots]))
-        found = follow(
-            opened,
-            {slot: row.prompt for slot, row in group.items()},
-            {slot: row.tokens for slot, row in group.items()},
-        )
-        for slot, row in group.items():
-            check_tokens(*found[slot], row)
-
-
-def check_tokens(chosen: Sequence[int], logits: np.ndarray, row: Reference) -> None:
-    """The reference's tokens, but where it hardly decides itself; and its first logits."""
-    assert len(chosen) == len(row.tokens) == references.NEW_TOKENS
-    error = relative(logits[0], np.array(row.first_logits))
-    assert error < FIRST_LOGITS, f"{len(row.prompt)} tokens: first logits are off by {error:.2g}"
-    for step, (got, want, gap) in enumerate(zip(chosen, row.tokens, row.gaps, strict=True)):
-        if got != want:
-            where = f"{len(row.prompt)} tokens, step {step}: {got} for {want}, gap {gap}"
-            assert gap < NEAR_TIE, where
-            print(f"near tie of the reference: {where}")
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +70,9 @@ def test_a_wrong_token_or_logit_is_noticed() -> None:
 
 def test_the_command_generates_the_reference(handed: Opened) -> None:
     """Freely running, in a process of its own, with the logits it reports."""
-    rows = [r for r in references.recorded()[references.HANDED][1] if min(r.gaps) > NEAR_TIE]
+    rows = [
+        r for r in references.recorded()[references.HANDED][1] if min(r.gaps) > bundles.NEAR_TIE
+    ]
     row = max(rows, key=lambda r: len(r.prompt))
     command = [sys.executable, "-m", "runtime", "generate", str(handed.path), "--json"]
     command += ["--tokens", ",".join(map(str, row.prompt)), "--max-tokens", "48"]
