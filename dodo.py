@@ -7,13 +7,12 @@ also after a kill and to several builds at once.
 
 from __future__ import annotations
 
-import difflib
 import json
 import os
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,20 +20,16 @@ from doit import get_var
 from doit.reporter import ConsoleReporter
 
 from artifacts import gc, plan
-from artifacts.job import Job, Target
+from artifacts.job import Job
 from artifacts.store import Store, default_root
 from recipes import resolve
 from runtime.errors import UserError, report
+from runtime.manifest import load
 
 BUILD = Path("build")
-WORDS = ("model", "target", "shape", "weights", "params", "proof", "max_size", "device", "oracle")
-NO_PROOF = {
-    "name": "no_proof",
-    "long": "no-proof",
-    "type": bool,
-    "default": False,
-    "help": "do not compare the module with JAX; the manifest says so",
-}
+WORDS = ("model", "target", "shape", "weights", "params", "proof", "max_size", "device")
+NO_PROOF = {"name": "no_proof", "long": "no-proof", "type": bool, "default": False}
+NO_PROOF["help"] = "do not compare the module with JAX; the manifest says so"
 
 
 class Reporter(ConsoleReporter):
@@ -48,37 +43,21 @@ class Reporter(ConsoleReporter):
         self.failures.append({"task": task, "exception": fail})
         if fail.traceback:
             print(f"error: task {task.name}: {fail.traceback[-1].strip()}", file=sys.stderr)
-            if os.environ.get("SCANWRIGHT_DEBUG") == "1":
-                print("".join(fail.traceback), file=sys.stderr)
+        if fail.traceback and os.environ.get("SCANWRIGHT_DEBUG") == "1":
+            print("".join(fail.traceback), file=sys.stderr)
 
     def complete_run(self) -> None:
         """Nothing to add."""
 
 
-DOIT_CONFIG = {
-    "default_tasks": ["build"],
-    "reporter": Reporter,
-    "backend": "sqlite3",
-    "dep_file": ":memory:",
-    "verbosity": 2,
-}
-
-
-def words() -> dict[str, str | None]:
-    """The name=value words of the command line. UserError for a name that is not one of them."""
-    for word in sys.argv[1:]:
-        name = word.partition("=")[0]
-        if "=" in word and not word.startswith("-") and name not in WORDS:
-            close = difflib.get_close_matches(name, WORDS, n=1)
-            hint = f", did you mean {close[0]}=" if close else ""
-            raise UserError(f"{word}: no such word{hint}; there are {', '.join(WORDS)}")
-    return {name: get_var(name, None) for name in WORDS}
+DOIT_CONFIG = {"default_tasks": ["build"], "reporter": Reporter, "verbosity": 2}
+DOIT_CONFIG |= {"backend": "sqlite3", "dep_file": ":memory:"}
 
 
 def make_job(given: dict[str, str | None]) -> Job:
     """The job that the words ask for. UserError for any that names nothing."""
     model = resolve.resolve_model(given["model"])
-    recipe = resolve.resolve_target(given["target"])
+    target = resolve.resolve_target(given["target"])
     shape = resolve.resolve_shape(given["shape"], model)
     for name in ("params", "proof"):
         if given[name] not in (None, "none"):
@@ -86,36 +65,23 @@ def make_job(given: dict[str, str | None]) -> Job:
 
     @cache
     def weights(own: str | None) -> str:
-        word, notice = resolve.resolve_weights(given["weights"], model, recipe)
+        word, notice = resolve.resolve_weights(given["weights"], model, target)
         if word == "auto" and own is not None:
-            word, notice = resolve.resolve_weights(own, model, recipe)
+            word, notice = resolve.resolve_weights(own, model, target)
         if notice:
             print(notice, file=sys.stderr)
         return word
 
     weights(None)  # a wrong type is refused before any work
-    target = Target(**{name: getattr(recipe, name) for name in Target.__dataclass_fields__})
-    return Job(
-        model=model.name,
-        source=model.source,
-        location=model.location,
-        revision=model.revision,
-        lock=model.lock,
-        config=model.config,
-        weights=weights,
-        shape=shape.name,
-        slots=shape.slots,
-        chunks=shape.chunks,
-        context=shape.context,
-        target=target,
-        params=given["params"] is None,
-        proof=given["proof"] is None and "--no-proof" not in sys.argv,
-    )
+    proof = given["proof"] is None and "--no-proof" not in sys.argv
+    return Job(model, target, shape, weights, params=given["params"] is None, proof=proof)
 
 
 try:
-    GIVEN = words()
+    resolve.check_words(sys.argv[1:], WORDS)
+    GIVEN = {word: get_var(word, None) for word in WORDS}
     JOB = make_job(GIVEN)
+    BUNDLE = JOB.bundle(BUILD)
 except UserError as error:
     sys.exit(report(error))
 
@@ -144,71 +110,63 @@ def command(*argv: str | Path) -> None:
     """Run a program of this environment; UserError if it fails."""
     code = subprocess.run([sys.executable, "-m", *map(str, argv)], check=False).returncode
     if code:
-        raise UserError(f"{argv[0]} {argv[1] if len(argv) > 1 else ''}: exit code {code}")
+        raise UserError(f"{' '.join(map(str, argv[:2]))}: exit code {code}")
 
 
-def stage(name: str, before: list[str], doc: str, **extra: Any) -> dict[str, Any]:
-    """A task that is up to date when its stage's results are all in the cache."""
-    return {
-        "actions": [action(lambda: builder().run(name))],
-        "uptodate": [lambda: builder().ready(name)],
-        "task_dep": before,
-        "doc": doc,
-        **extra,
-    }
-
-
-def task_fetch():
-    """download or find the checkpoint and check it against its lock"""
-    return stage("fetch", [], task_fetch.__doc__ or "")
-
-
-def task_convert():
-    """checkpoint to canonical parameters in one aligned archive"""
-    return stage("convert", ["fetch"], task_convert.__doc__ or "")
-
-
-def task_emit():
-    """config and shape to one StableHLO module an entry point"""
-    return stage("emit", ["fetch"], task_emit.__doc__ or "")
-
-
-def task_compile():
-    """compile the linked module and prove every entry against JAX"""
-    doc = task_compile.__doc__ or ""
-    return stage("compile", ["convert", "emit"], doc, params=[NO_PROOF])
-
-
-def task_bundle():
-    """put the bundle together under build/MODEL/TARGET/SHAPE"""
-    return stage("bundle", ["compile"], task_bundle.__doc__ or "", params=[NO_PROOF])
+def task_stages():
+    """One task a stage, up to date when all its results are in the cache."""
+    for name, before, doc in (
+        ("fetch", [], "download or find the checkpoint and check it against its lock"),
+        ("convert", ["fetch"], "checkpoint to canonical parameters in one aligned archive"),
+        ("emit", ["fetch"], "config and shape to one StableHLO module an entry point"),
+        ("compile", ["convert", "emit"], "compile the linked module and prove it against JAX"),
+        ("bundle", ["compile"], "put the bundle together under build/MODEL/TARGET/SHAPE"),
+    ):
+        yield {
+            "basename": name,
+            "actions": [action(partial(lambda stage: builder().run(stage), name))],
+            "uptodate": [partial(lambda stage: builder().ready(stage), name)],
+            "task_dep": before,
+            "params": [NO_PROOF],
+            "doc": doc,
+        }
 
 
 def task_build():
     """all of it: model=NAME|YAML|DIR|hf:ORG/NAME[@REV] target= [shape=] [weights=] [params=none]"""
-    show = action(lambda: print(f"bundle: {JOB.bundle(BUILD)}"))
-    return {"actions": [show], "task_dep": ["bundle"], "params": [NO_PROOF]}
+
+    def show() -> None:
+        print(f"bundle: {BUNDLE}")
+        proof = load(BUNDLE).proof
+        why = f" ({proof.reason})" if proof.reason else ""
+        check = ", check it there: scanwright verify" if proof.status == "not-run" else ""
+        print(f"proof: {proof.status}{why}{check}", file=sys.stderr)
+
+    return {"actions": [action(show)], "task_dep": ["bundle"], "params": [NO_PROOF]}
 
 
-def task_inspect():
-    """say what the bundle is, building it if need be"""
-    run = action(lambda: command("runtime", "inspect", JOB.bundle(BUILD)))
-    return {"actions": [run], "task_dep": ["bundle"]}
-
-
-def task_verify():
-    """check the bundle's digests and run its reference on a device [device=URI]"""
+def task_runtime():
+    """What `scanwright` does, on the bundle that the words name."""
     device = ["--device", GIVEN["device"]] if GIVEN["device"] else []
-    run = action(lambda: command("runtime", "verify", JOB.bundle(BUILD), *device))
-    return {"actions": [run], "task_dep": ["bundle"]}
+    made_up = [] if JOB.params else ["--random-params"]
+    for name, options, doc in (
+        ("inspect", [], "say what the bundle is"),
+        ("verify", device, "check digests and run the reference on a device [device=URI]"),
+        ("bench", [*device, *made_up], "measure the bundle on a device [device=URI]"),
+    ):
+        run = partial(command, "runtime", name, BUNDLE, *options)
+        yield {"basename": name, "actions": [action(run)], "task_dep": ["bundle"], "doc": doc}
 
 
-def task_bench():
-    """measure the bundle on a device [device=URI]"""
-    options = ["--device", GIVEN["device"]] if GIVEN["device"] else []
-    options += [] if JOB.params else ["--random-params"]
-    run = action(lambda: command("runtime", "bench", JOB.bundle(BUILD), *options))
-    return {"actions": [run], "task_dep": ["bundle"]}
+def task_demo():
+    """build the model that ships with the project, and let it write"""
+    options = ("--max-tokens", "120", "--temperature", "0.7", "--top-p", "0.9", "--seed", "1")
+
+    def run() -> None:
+        print(f"bundle: {BUNDLE}\n", flush=True)
+        command("runtime", "generate", BUNDLE, "--prompt", "In the beginning", *options)
+
+    return {"actions": [action(run)], "task_dep": ["bundle"]}
 
 
 def task_explain():
@@ -231,29 +189,12 @@ def task_gc():
     return {"actions": [action(run)]}
 
 
-def task_demo():
-    """build the model that ships with the project, and let it write"""
-    prompt = "In the beginning"
-
-    def run() -> None:
-        print(f"bundle: {JOB.bundle(BUILD)}\n", flush=True)
-        options = ("--max-tokens", "120", "--temperature", "0.7", "--top-p", "0.9", "--seed", "1")
-        command("runtime", "generate", JOB.bundle(BUILD), "--prompt", prompt, *options)
-
-    return {"actions": [action(run)], "task_dep": ["bundle"]}
-
-
 def task_test():
     """the tests that need no network and no GPU"""
-    return {"actions": [action(lambda: command("pytest"))]}
+    return {"actions": [action(partial(command, "pytest"))]}
 
 
 def task_lint():
     """ruff and pyright"""
-
-    def run() -> None:
-        command("ruff", "check", ".")
-        command("ruff", "format", "--check", ".")
-        command("pyright")
-
-    return {"actions": [action(run)]}
+    checks = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("pyright",))
+    return {"actions": [action(partial(command, *check)) for check in checks]}

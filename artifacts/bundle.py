@@ -78,10 +78,10 @@ def _manifest(stages: Stages, compiled: Compiled, files: dict[str, Blob]) -> Man
     content = {
         "schema": manifest_file.SCHEMA,
         "model": {
-            "name": job.model,
+            "name": job.model.name,
             "family": interface["family"],
-            "source": job.source,
-            "revision": stages.checkpoint.revision if stages.checkpoint else job.revision,
+            "source": job.model.source,
+            "revision": stages.checkpoint.revision if stages.checkpoint else job.model.revision,
             "config_sha256": stages.config_sha256,
             "vocab_size": interface["vocab_size"],
             "eos_token_ids": interface["eos_token_ids"],
@@ -98,10 +98,10 @@ def _manifest(stages: Stages, compiled: Compiled, files: dict[str, Blob]) -> Man
             "flags": list(compiled.flags),
         },
         "shape": {
-            "name": job.shape,
-            "slots": job.slots,
-            "chunks": list(job.chunks),
-            "context": job.context,
+            "name": job.shape.name,
+            "slots": job.shape.slots,
+            "chunks": list(job.shape.chunks),
+            "context": job.shape.context,
         },
         "files": {
             "module": ref("model.vmfb"),

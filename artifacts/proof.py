@@ -93,7 +93,7 @@ def compile_and_prove(stages: Stages, write_bundle: WriteBundle) -> Compiled:
         _delete(stages, result)
         print(f"proof failed with {label} flags: {problem}", file=sys.stderr, flush=True)
     raise UserError(
-        f"{job.model} for {target.name}: every flag list compiles to wrong numbers "
+        f"{job.model.name} for {target.name}: every flag list compiles to wrong numbers "
         f"({'; '.join(failures)}); try another target or weight type, and report the graph"
     )
 

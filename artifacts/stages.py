@@ -74,13 +74,18 @@ class Stages:
     @cached_property
     def checkpoint(self) -> Checkpoint | None:
         """The model's files, in place and verified; None where the recipe alone is enough."""
-        job = self.job
-        if not job.params and job.config is not None:
+        job, model = self.job, self.job.model
+        if not job.params and model.config is not None:
             return None
         root = self.store.root / "hub"
         try:
             return fetch(
-                job.location, job.revision, root, job.lock, weights=job.params, offline=self.dry
+                model.location,
+                model.revision,
+                root,
+                model.lock,
+                weights=job.params,
+                offline=self.dry,
             )
         except NotHere:
             raise Miss(None) from None
@@ -89,7 +94,7 @@ class Stages:
     def config(self) -> str:
         """The model's config.json as canonical JSON text."""
         if self.checkpoint is None:
-            raw: Any = self.job.config
+            raw: Any = self.job.model.config
         else:
             raw = self._json("config.json")
         return json.dumps(raw, sort_keys=True)
@@ -174,7 +179,11 @@ class Stages:
         """`params` (.irpa) and `report` (.json); None for a weight-free bundle."""
         if not self.job.params or self.checkpoint is None:
             return None
-        wanted = None if self.job.config is None else json.dumps(self.job.config, sort_keys=True)
+        wanted = (
+            None
+            if self.job.model.config is None
+            else json.dumps(self.job.model.config, sort_keys=True)
+        )
         fields = {
             "files": self._weight_files(),
             "weights": self.weights,
@@ -206,7 +215,7 @@ class Stages:
             "config": self.config,
             "generation_config": generation,
             "weights": self.weights,
-            "shape": self.job.shape,
+            "shape": self.job.shape.name,
             "source": self._sources("emit.__main__", "emit.stablehlo"),
             "tools": versions(["jax", "jaxlib", "numpy"]),
         }
@@ -226,7 +235,7 @@ class Stages:
     def _config_arguments(self, scratch: Path) -> list[str | Path]:
         path = scratch / "config.json"
         path.write_text(self.config, encoding="utf-8")
-        return ["--config", path, "--weights", self.weights, "--shape", self.job.shape]
+        return ["--config", path, "--weights", self.weights, "--shape", self.job.shape.name]
 
     @property
     def interface(self) -> dict[str, Any]:
@@ -290,7 +299,7 @@ class Stages:
         fields = {
             "interface": self.emit.outputs["interface.json"].sha256,
             "config": self.config,
-            "shape": self.job.shape,
+            "shape": self.job.shape.name,
             "weights": self.weights,
             "params": blob.sha256,
             "seed": SEED,

@@ -31,6 +31,14 @@ def names(kind: str) -> list[str]:
     return sorted(path.stem for path in (HOME / kind).glob("*.yaml"))
 
 
+def check_words(arguments: Iterable[str], known: Iterable[str]) -> None:
+    """UserError for a `name=value` among the `arguments` whose name is not one of `known`."""
+    for argument in arguments:
+        name, equals, _ = argument.partition("=")
+        if equals and not argument.startswith("-") and name not in known:
+            raise UserError(f"{argument}: no such word: {nearest(name, known)}")
+
+
 def resolve_model(word: str | None) -> ModelRecipe:
     """The model named by `word`: recipe name, YAML path, checkpoint directory or hf:org/name[@rev].
 
