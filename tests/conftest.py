@@ -1,0 +1,41 @@
+"""What every test runs under: no user settings, and, if asked for, no test passed over."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator
+
+import pytest
+
+OURS = ("SCANWRIGHT_DEBUG", "SCANWRIGHT_CACHE")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_user_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """No test reads or fills the user's cache, sees the debug setting, or asks a real hub."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [n for n in os.environ if n in OURS or n.startswith("HF_")]:
+            patch.delenv(name)
+        patch.setenv("SCANWRIGHT_CACHE", str(tmp_path_factory.getbasetemp() / "unset-cache"))
+        patch.setenv("JAX_PLATFORMS", "cpu")
+        yield
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--no-skips",
+        action="store_true",
+        help="a skipped test is a failure: for machines that have all that the tests need",
+    )
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item,
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """With --no-skips, turn a skip (not an expected failure) into a failure with its reason."""
+    report = yield
+    if item.config.getoption("--no-skips") and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome = "failed"
+        report.longrepr = f"skipped, with --no-skips: {report.longrepr[2]}"
+    return report
