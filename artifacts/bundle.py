@@ -118,7 +118,7 @@ def _manifest(stages: Stages, compiled: Compiled, files: dict[str, Blob]) -> Man
             "status": compiled.status,
             "reason": compiled.reason,
             "flags": compiled.label,
-            "tolerance": tolerance(stages.weights),
+            "tolerance": tolerance(stages),
         },
     }
     return manifest_file.loads(json.dumps(content))
