@@ -101,6 +101,8 @@ def fetch(
         if left := _missing(directory, dest_root, lock, names, tell=True):
             raise UserError(f"{directory / left[0]}: changed while it was fetched; try again")
     _no_strangers(directory, lock)
+    with contextlib.suppress(OSError):
+        os.utime(directory)  # its last use, for gc
     return Checkpoint(directory, lock.commit, {name: lock.files[name] for name in names})
 
 

@@ -61,16 +61,17 @@ def size_text(size: int) -> str:
 
 @dataclass
 class _Entry:
-    """Something that goes or stays as a whole: a record with its blobs, or a blob without one."""
+    """Something that goes or stays as a whole: a record with its blobs, a blob without one, or a
+    downloaded checkpoint. `path` is the record or the directory, `size` its own bytes."""
 
     last_use: int
-    record: Path | None
+    path: Path | None
     size: int
     digests: frozenset[str]
 
 
 def collect(store: Store, max_bytes: int, build_dir: Path) -> GcReport:
-    """Remove results from `store`, the last used last, until it holds at most `max_bytes`.
+    """Remove results and downloads, the last used last, until there are at most `max_bytes`.
 
     A result with a blob whose digest occurs in any `build_dir/*/*/*/manifest.json` stays whatever
     its age, with its other blobs, so more than `max_bytes` may be left. The manifests are
@@ -95,6 +96,7 @@ def collect(store: Store, max_bytes: int, build_dir: Path) -> GcReport:
             for digest, info in blobs.items()
             if digest not in holders
         ]
+        entries += _downloads(store)
         used = {d for entry in entries if entry.digests & named for d in entry.digests}
         sizes = {digest: info.st_size for digest, info in blobs.items()}
         total = sum(sizes.values()) + sum(entry.size for entry in entries)
@@ -115,8 +117,11 @@ def collect(store: Store, max_bytes: int, build_dir: Path) -> GcReport:
 def _remove(store: Store, entry: _Entry, holders: Counter[str], sizes: dict[str, int]) -> int:
     """Remove an entry and the blobs that nothing else holds; returns the bytes of both."""
     freed = 0
-    if entry.record is not None:
-        entry.record.unlink(missing_ok=True)
+    if entry.path is not None:
+        if entry.path.is_dir():
+            remove_tree(entry.path)
+        else:
+            entry.path.unlink(missing_ok=True)
         freed += entry.size
     for digest in entry.digests & sizes.keys():
         holders[digest] -= 1
@@ -156,6 +161,17 @@ def _records(store: Store) -> list[_Entry]:
             digests = frozenset(b.sha256 for b in record.outputs.values()) if record else ()
             last_use = info.st_mtime_ns if record else 0
             entries.append(_Entry(last_use, path, info.st_size, frozenset(digests)))
+    return entries
+
+
+def _downloads(store: Store) -> list[_Entry]:
+    """Each commit of each downloaded repository; a build can fetch it again by its lock."""
+    entries: list[_Entry] = []
+    with explained(store.root / "hub"):
+        for directory in (store.root / "hub").glob("*--*/*"):
+            if directory.is_dir():
+                size = sum(file.stat().st_size for file in directory.iterdir())
+                entries.append(_Entry(directory.stat().st_mtime_ns, directory, size, frozenset()))
     return entries
 
 

@@ -267,3 +267,17 @@ def test_size_text() -> None:
         "2.0 TiB",
     ]
     assert gc.GcReport(1, 1024, 2048, 0).kept == 2048
+
+
+def test_downloads_count_and_go_by_their_last_use(store: Store, tmp_path: Path) -> None:
+    add(store, 1, data(1), last_use=2_000)
+    for name, last_use in (("old", 1_000), ("new", 3_000)):
+        directory = store.root / "hub" / "org--model" / name
+        directory.mkdir(parents=True)
+        (directory / "model.safetensors").write_bytes(data(7, 50 * KB))
+        os.utime(directory, (last_use, last_use))
+    report = collect(store, 70 * KB, tmp_path / "build")
+    assert (report.removed, present(store)) == (1, [1])
+    assert [path.name for path in (store.root / "hub" / "org--model").iterdir()] == ["new"]
+    collect(store, 60 * KB, tmp_path / "build")
+    assert present(store) == [] and (store.root / "hub" / "org--model" / "new").is_dir()
