@@ -1,0 +1,415 @@
+"""`doit build` with its cache: what runs again and what does not, damage, races and kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import building
+import pytest
+from building import Done, Place, assert_no_leftovers, assert_right, contents, log_rows
+
+pytestmark = pytest.mark.iree
+STAGES = {"convert", "emit", "compile", "bundle"}
+
+
+@pytest.fixture
+def cold(tmp_path_factory: pytest.TempPathFactory) -> tuple[Place, Done]:
+    """The one cold build of the session; read only."""
+    return building.cold(tmp_path_factory.getbasetemp())
+
+
+@pytest.fixture
+def place(cold: tuple[Place, Done], tmp_path: Path) -> Place:
+    """A copy of the place of the cold build, cache and bundle included."""
+    return cold[0].copy(tmp_path / "place")
+
+
+@pytest.fixture
+def right(cold: tuple[Place, Done]) -> dict[str, str]:
+    """The digests of the files of a right bundle."""
+    return contents(cold[0].bundle)
+
+
+def assert_ran(done: Done, stages: set[str]) -> None:
+    assert done.ran - {"build"} == stages, done.err
+
+
+def assert_from_cache(done: Done) -> None:
+    """No process was started, and doit's own imported nothing heavy."""
+    assert done.started == []
+    (process,) = done.processes
+    modules = set(process["modules"])
+    assert "artifacts.store" in modules  # the audit sees what there is
+    assert {m.partition(".")[0] for m in modules} & set(building.HEAVY) == set()
+    ours = {m for m in modules if m.partition(".")[0] in ("runtime", "emit")}
+    assert ours <= {"runtime", "runtime.errors", "runtime.manifest", "runtime.strict"}
+
+
+# What runs ---------------------------------------------------------------------------------------
+
+
+def test_a_cold_build_runs_every_stage_and_its_bundle_is_proven(cold: tuple[Place, Done]) -> None:
+    place, done = cold
+    assert_ran(done, {*STAGES})
+    assert done.out == f"bundle: {place.bundle.relative_to(place.work)}\n"
+    assert done.errors == []
+    manifest = assert_right(place.bundle)
+    assert set(manifest.functions) == set(building.ENTRIES)
+    assert_no_leftovers(place)
+    # The audit that the tests below rely on sees the programs and what they import.
+    assert any("iree-compile" in line for line in done.started)
+    assert any("-m emit graphs" in line for line in done.started)
+    assert any("jax" in process["modules"] for process in done.processes)
+    rows = {row["stage"]: row for row in log_rows(place.bundle) if not row.get("cached")}
+    assert {"convert", "emit", "expect", "compile", "proof"} <= rows.keys()
+    assert rows["compile"]["peak_rss_bytes"] > 0 and rows["compile"]["seconds"] > 0
+
+
+def test_a_second_build_runs_nothing(place: Place) -> None:
+    def stamps() -> dict[str, tuple[int, int]]:
+        return {str(p): (p.stat().st_ino, p.stat().st_mtime_ns) for p in place.build.rglob("*")}
+
+    before, started = stamps(), time.perf_counter()
+    done = place.built()
+    print(f"warm build: {time.perf_counter() - started:.2f} s")
+    assert_ran(done, set())
+    assert_from_cache(done)
+    assert stamps() == before
+
+
+def test_a_deleted_bundle_comes_back_from_the_cache(place: Place, right: dict[str, str]) -> None:
+    shutil.rmtree(place.build)
+    done = place.built()
+    assert_ran(done, {"bundle"})
+    assert_from_cache(done)
+    assert contents(place.bundle) == right
+    files = [place.bundle / "params.irpa", place.bundle / "model.vmfb"]
+    blobs = [place.blob("convert", "params"), place.blob("compile", "model.vmfb")]
+    assert all(a.samefile(b) for a, b in zip(files, blobs, strict=True))  # links, not copies
+
+
+def test_new_weights_compile_nothing(place: Place, right: dict[str, str]) -> None:
+    place.scale_weights(1.01)
+    lines = place.doit("explain").out
+    assert "convert (model=tiny" in lines and "files.model.safetensors" in lines
+    assert "emit: done" in lines
+    done = place.built()
+    assert not any("iree-compile" in line for line in done.started)
+    assert not any("emit graphs" in line for line in done.started)
+    assert any("runtime.probe check" in line for line in done.started)  # but it is proven again
+    now = contents(place.bundle)
+    assert now["model.vmfb"] == right["model.vmfb"]
+    assert now["params.irpa"] != right["params.irpa"]
+    assert now["reference.json"] != right["reference.json"]
+    assert_right(place.bundle)
+    cached = {row["stage"]: row.get("cached") for row in log_rows(place.bundle)[-10:]}
+    assert cached["compile"] is True and cached["proof"] is False
+
+
+def test_without_proof_the_manifest_says_so(place: Place, right: dict[str, str]) -> None:
+    for words in (["--no-proof"], ["proof=none"]):
+        done = place.built(*words)
+        assert_from_cache(done)
+        proof = json.loads((place.bundle / "manifest.json").read_text())["proof"]
+        assert (proof["status"], proof["reason"]) == ("disabled", "--no-proof")
+        place.built()
+        assert contents(place.bundle) == right
+
+
+# Damage ------------------------------------------------------------------------------------------
+
+
+def damage(path: Path, how: str) -> None:
+    """Flip one bit in the middle, cut the last byte, or remove; the inode stays."""
+    if how == "missing":
+        path.unlink()
+        return
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.chmod(0o644)
+    with path.open("r+b") as file:
+        file.write(data)
+        if how == "truncated":
+            file.truncate(len(data) - 1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "name", "how", "again"),
+    [
+        ("compile", "model.vmfb", "flipped", "iree-compile"),
+        ("convert", "params", "truncated", "emit convert"),
+        ("emit", "prefill_8.mlir", "missing", "emit graphs"),
+        ("emit", "interface.json", "flipped", "emit graphs"),
+        ("expect", "reference.json", "missing", "emit expect"),
+        ("expect", "decode.npz", "truncated", "emit expect"),
+    ],
+)
+@pytest.mark.parametrize("built", [True, False], ids=["with_bundle", "without_bundle"])
+def test_a_damaged_blob_is_told_and_made_again(
+    place: Place, right: dict[str, str], stage: str, name: str, how: str, again: str, built: bool
+) -> None:
+    if not built:
+        shutil.rmtree(place.build)
+    path = place.blob(stage, name)
+    damage(path, how)
+    done = place.built()
+    what = {"flipped": "does not match its sha256", "truncated": "has", "missing": "is missing"}
+    told = [line for line in done.err.splitlines() if str(path) in line]
+    assert len(told) == 1 and f"cached {name} {what[how]}" in told[0], done.err
+    assert [line for line in done.started if again in line] != []
+    assert path.exists()
+    assert contents(place.bundle) == right
+    assert_from_cache(place.built())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])
+def test_all_blobs_damaged_at_once(place: Place, right: dict[str, str], how: str) -> None:
+    blobs = [p for p in (place.cache / "blobs").glob("??/*") if p.suffix != ".stamp"]
+    assert len(blobs) > 8
+    for path in blobs:
+        damage(path, how)
+    place.built()
+    assert contents(place.bundle) == right
+    assert_from_cache(place.built())
+
+
+@pytest.mark.parametrize("how", ["flipped", "truncated", "missing"])
+@pytest.mark.parametrize("name", ["manifest.json", "model.vmfb", "params.irpa", "reference.json"])
+def test_a_damaged_bundle_is_told_and_written_again(
+    place: Place, right: dict[str, str], name: str, how: str
+) -> None:
+    path = place.bundle / name
+    copy = path.with_name("copy")  # not the cache's own file: that is damage of a blob
+    shutil.copyfile(path, copy)
+    copy.replace(path)
+    damage(path, how)
+    done = place.built()
+    assert f"{path.relative_to(place.work)}: " in done.err, done.err
+    assert_from_cache(done)
+    assert contents(place.bundle) == right
+
+
+@pytest.mark.parametrize("what", ["actions", "cpu.json"])
+def test_a_damaged_record_is_told_and_made_again(
+    place: Place, right: dict[str, str], what: str
+) -> None:
+    if what == "cpu.json":
+        damage(place.cache / what, "truncated")
+        place.built()
+    else:
+        for path in (place.cache / "actions").iterdir():
+            damage(path, "flipped")
+        assert "broken record in the cache, building again" in place.built().err
+    assert contents(place.bundle) == right
+    assert_from_cache(place.built())
+
+
+# Several builds at once --------------------------------------------------------------------------
+
+
+def at_once(place: Place, count: int) -> list[tuple[int, str]]:
+    builds = [place.start() for _ in range(count)]
+    with ThreadPoolExecutor(count) as pool:
+        outputs = list(pool.map(lambda p: p.communicate(timeout=600), builds))
+    return [(p.returncode, err) for p, (_, err) in zip(builds, outputs, strict=True)]
+
+
+def test_two_builds_at_once_compile_once_and_both_end_right(
+    place: Place, right: dict[str, str]
+) -> None:
+    shutil.rmtree(place.build)
+    for key in place.store.recent_keys():
+        record = place.store.peek(key)
+        if record is not None and record.stage in ("compile", "proof"):
+            place.store.forget(key)
+    (place.home / "audit.jsonl").unlink(missing_ok=True)
+    for code, err in at_once(place, 2):
+        assert code == 0, err
+    assert contents(place.bundle) == right
+    assert_no_leftovers(place)
+    text = (place.home / "audit.jsonl").read_text()
+    starts = [
+        " ".join(argv) for line in text.splitlines() for _, argv in json.loads(line)["started"]
+    ]
+    assert sum("iree-compile" in line for line in starts) == 1
+    assert sum("runtime.probe check" in line for line in starts) == 1
+
+
+def test_five_builds_of_a_cached_bundle_at_once(place: Place, right: dict[str, str]) -> None:
+    shutil.rmtree(place.build)
+    for code, err in at_once(place, 5):
+        assert code == 0, err
+    assert contents(place.bundle) == right
+    assert_no_leftovers(place)
+
+
+@pytest.mark.slow
+def test_two_cold_builds_at_once(tmp_path: Path, right: dict[str, str]) -> None:
+    place = Place.new(tmp_path / "place")
+    for code, err in at_once(place, 2):
+        assert code == 0, err
+    assert contents(place.bundle) == right
+    assert_no_leftovers(place)
+
+
+# kill -9 -----------------------------------------------------------------------------------------
+
+
+def assert_none_wrong(place: Place, *allowed: dict[str, str]) -> None:
+    """Whatever a killed build left under build/ and opens, hidden or not, is one of `allowed`."""
+    for bundle in building.bundles(place.build):
+        assert_right(bundle)
+        assert contents(bundle) in allowed, bundle
+
+
+def test_a_build_killed_before_any_of_its_writes_leaves_the_old_or_the_new_bundle(
+    place: Place, right: dict[str, str]
+) -> None:
+    """All results are cached, for old and new weights: only the bundle is written, each time."""
+    start = place.home / "start"
+    shutil.copytree(place.build, start)
+    place.scale_weights(1.01)
+    place.built()
+    new = contents(place.bundle)
+    assert new["params.irpa"] != right["params.irpa"]
+    kills = 0
+    while True:
+        shutil.rmtree(place.build)
+        shutil.copytree(start, place.build)
+        env = {"TEST_KILL_AT": str(kills + 1), "PYTHONDONTWRITEBYTECODE": "1"}
+        done = place.doit("build", env=env)
+        if done.code == 0:
+            break
+        assert done.code == -signal.SIGKILL, done.err
+        kills += 1
+        assert_none_wrong(place, right, new)
+        assert kills < 200
+    print(f"killed {kills} times")
+    assert kills >= 15
+    assert contents(place.bundle) == new
+    place.built()
+    assert_no_leftovers(place)
+
+
+@pytest.mark.slow
+def test_builds_killed_at_random_times(tmp_path: Path, right: dict[str, str]) -> None:
+    """36 kills of cold and of resumed builds: of all their processes, or of doit alone."""
+    rng = random.Random(7)
+    place = Place.new(tmp_path / "place")
+    started = time.perf_counter()
+    place.built()
+    whole = time.perf_counter() - started
+    killed = 0
+    for turn in range(200):
+        if turn % 3 == 0:
+            shutil.rmtree(place.cache, ignore_errors=True)
+            shutil.rmtree(place.build, ignore_errors=True)
+        build = place.start()
+        try:
+            build.wait(rng.uniform(0.05, 0.7) * whole)
+        except subprocess.TimeoutExpired:
+            killed += 1
+            if turn % 2:
+                os.killpg(build.pid, signal.SIGKILL)
+                for pid in children(place.work):
+                    os.kill(pid, signal.SIGKILL)
+            else:
+                build.kill()
+        build.communicate()
+        assert_none_wrong(place, right)
+        if killed >= 36:
+            break
+    assert killed >= 36
+    deadline = time.monotonic() + 10
+    while children(place.work) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert children(place.work) == []  # nothing outlives its build
+    place.built()
+    assert contents(place.bundle) == right
+    assert_no_leftovers(place)
+
+
+def children(work: Path) -> list[int]:
+    """Living processes of builds in the place of `work`, by the cache in their environment."""
+    mark = f"SCANWRIGHT_CACHE={work.parent / 'cache'}".encode()
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if mark in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+# The other tasks ---------------------------------------------------------------------------------
+
+
+def test_explain_names_the_field_that_made_the_miss(place: Place) -> None:
+    done = place.doit("explain")
+    assert done.code == 0
+    assert [line.split(": ")[1] for line in done.out.splitlines()] == ["done"] * 7
+    config = place.work / "tiny" / "config.json"
+    text = config.read_text().replace('"layer_norm_epsilon": 1e-05', '"layer_norm_epsilon": 1e-06')
+    config.write_text(text)
+    before = contents(place.cache / "actions")
+    lines = place.doit("explain").out.splitlines()
+    assert contents(place.cache / "actions") == before
+    convert = next(i for i, line in enumerate(lines) if line.startswith("convert (model=tiny"))
+    assert "files.config.json" in lines[convert + 1] and "->" in lines[convert + 1]
+    emit = next(i for i, line in enumerate(lines) if line.startswith("emit (model=tiny"))
+    assert lines[emit + 1].split()[0] == "config"
+    assert any(line.startswith("compile: will run after emit") for line in lines)
+
+    target = place.work / "mine.yaml"
+    text = (building.ROOT / "recipes" / "targets" / "cpu.yaml").read_text()
+    target.write_text(text.replace("--iree-opt-level=O2", "--iree-opt-level=O1", 1))
+    config.write_text((building.CHECKPOINT / "config.json").read_text())
+    lines = place.doit("explain", f"target={target}").out.splitlines()
+    compiling = next(i for i, line in enumerate(lines) if line.startswith("compile ("))
+    assert "flags[0]" in lines[compiling + 1]
+    assert '"--iree-opt-level=O2" -> "--iree-opt-level=O1"' in lines[compiling + 1]
+
+
+def test_explain_names_a_damaged_file_and_leaves_it(place: Place) -> None:
+    path = place.blob("compile", "model.vmfb")
+    damage(path, "flipped")
+    for _ in range(2):
+        out = place.doit("explain").out
+        assert f"{path} does not match its sha256" in out, out
+    assert path.exists()
+
+
+def test_matrix_is_json_and_nothing_else(tmp_path: Path) -> None:
+    place = Place.new(tmp_path / "place")
+    done = place.doit("matrix")
+    rows = json.loads(done.out)
+    assert done.code == 0 and {"model": "mamba2", "target": "cpu", "shape": "b4-p32+256"} in rows
+    assert all(row.keys() == {"model", "target", "shape"} for row in rows)
+    assert not place.build.exists()
+
+
+def test_gc_keeps_what_the_bundle_uses(place: Place, right: dict[str, str]) -> None:
+    done = place.doit("gc", "max_size=10G")
+    assert done.code == 0 and done.out.startswith("removed 0 results"), done.out
+    blobs = [place.blob("compile", "model.vmfb"), place.blob("convert", "params")]
+    unused = place.blob("emit", "decode.mlir")
+    done = place.doit("gc", "max_size=0")
+    assert done.code == 0 and "used by bundles" in done.out
+    assert all(path.exists() for path in blobs) and not unused.exists()
+    assert contents(place.bundle) == right
+    done = place.built()
+    assert not any("iree-compile" in line for line in done.started)
+    assert contents(place.bundle) == right
+    shutil.rmtree(place.build)
+    assert place.doit("gc", "max_size=0").code == 0
+    assert list((place.cache / "blobs").glob("??/*")) == []
