@@ -187,15 +187,23 @@ def _replace(stages: Stages, compiled: Compiled, directory: Path) -> None:
     with explained(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)
         for left in directory.parent.glob(f".{directory.name}-*"):
-            shutil.rmtree(left)
+            _discard(left)
     new = directory.with_name(f".{directory.name}-new")
+    old = directory.with_name(f".{directory.name}-old")
     _write(stages, compiled, new)
     with explained(directory):
         if directory.exists():
             log = directory / buildlog.FILE_NAME
             if log.is_file():
                 shutil.copy2(log, new / buildlog.FILE_NAME)
-            directory.rename(directory.with_name(f".{directory.name}-old"))
+            directory.rename(old)
         new.rename(directory)
         sync(directory.parent)
-        shutil.rmtree(directory.with_name(f".{directory.name}-old"), ignore_errors=True)
+        if old.exists():
+            _discard(old)
+
+
+def _discard(directory: Path) -> None:
+    """Remove a bundle, its manifest first, so that what a kill leaves of it does not open."""
+    (directory / manifest_file.FILE_NAME).unlink(missing_ok=True)
+    shutil.rmtree(directory)

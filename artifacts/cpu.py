@@ -89,22 +89,32 @@ def resolve_cpu(name: str, triple: str | None, cache: Path) -> Cpu:
     known = _load(cache)
     try:
         fields = known[key]
-        return Cpu(
+        cpu = Cpu(
             str(fields["name"]),
             str(fields["triple"]),
             tuple(map(str, fields["features"])),
             tuple(map(str, fields["required"])),
         )
+        if fields["sum"] == _sum(key, cpu):
+            return cpu
     except (KeyError, TypeError):
-        cpu = _ask_compiler(name, triple)
+        pass
+    cpu = _ask_compiler(name, triple)
     known[key] = {
         "name": cpu.name,
         "triple": cpu.triple,
         "features": cpu.features,
         "required": cpu.required,
+        "sum": _sum(key, cpu),
     }
     _save(cache, known)
     return cpu
+
+
+def _sum(key: str, cpu: Cpu) -> str:
+    """Guards an entry of the cache file: a flipped bit in it would change what is compiled."""
+    words = json.dumps([key, cpu.name, cpu.triple, cpu.features, cpu.required])
+    return hashlib.sha256(words.encode()).hexdigest()
 
 
 def host_cpu(cache: Path) -> Cpu:

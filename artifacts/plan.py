@@ -55,6 +55,7 @@ class Plan:
     def explain(self) -> list[str]:
         """Lines for every stage: cached, or which input made it a miss."""
         lines: list[str] = []
+        told: set[str] = set()
         for name in ORDER:
             first = name  # the first stage that would run, if one would
             try:
@@ -64,6 +65,9 @@ class Plan:
             except Miss as miss:
                 if miss.action is not None:
                     first = miss.action.stage
+                    if first not in {*ORDER, *told}:  # a small stage that only others ask for
+                        lines += explain(self.store, miss.action)
+                        told.add(first)
                 if first == name:
                     lines += (
                         [f"{name}: will run"]

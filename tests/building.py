@@ -43,10 +43,14 @@ def seen(event, args):
     global changed
     if event in STARTS:
         started.append([event, [str(a) for a in args[1]] if event == "subprocess.Popen" else []])
-    elif kill_at and (event in CHANGES or (event == "open" and writes(args))):
+    elif kill_at and (event in CHANGES or (event == "open" and writes(args))) and inside(args):
         changed += 1
         if changed == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def inside(args):
+    return any(str(a).startswith("build") or "/work/build" in str(a) for a in args)
 
 
 def writes(args):

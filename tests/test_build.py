@@ -98,8 +98,12 @@ def test_a_deleted_bundle_comes_back_from_the_cache(place: Place, right: dict[st
 
 def test_new_weights_compile_nothing(place: Place, right: dict[str, str]) -> None:
     place.scale_weights(1.01)
-    lines = place.doit("explain").out
-    assert "convert (model=tiny" in lines and "files.model.safetensors" in lines
+    lines = place.doit("explain").out.splitlines()
+    kind = next(i for i, line in enumerate(lines) if line.startswith("weight-type (model=tiny"))
+    assert "files.model.safetensors" in lines[kind + 1]
+    lines = place.doit("explain", "weights=f32").out.splitlines()
+    convert = next(i for i, line in enumerate(lines) if line.startswith("convert (model=tiny"))
+    assert "files.model.safetensors" in lines[convert + 1]
     assert "emit: done" in lines
     done = place.built()
     assert not any("iree-compile" in line for line in done.started)
@@ -152,11 +156,10 @@ def damage(path: Path, how: str) -> None:
         ("expect", "decode.npz", "truncated", "emit expect"),
     ],
 )
-@pytest.mark.parametrize("built", [True, False], ids=["with_bundle", "without_bundle"])
 def test_a_damaged_blob_is_told_and_made_again(
-    place: Place, right: dict[str, str], stage: str, name: str, how: str, again: str, built: bool
+    place: Place, right: dict[str, str], stage: str, name: str, how: str, again: str
 ) -> None:
-    if not built:
+    if how == "missing":  # else its damaged bytes are in the bundle too, by a link
         shutil.rmtree(place.build)
     path = place.blob(stage, name)
     damage(path, how)
@@ -203,7 +206,7 @@ def test_a_damaged_record_is_told_and_made_again(
     place: Place, right: dict[str, str], what: str
 ) -> None:
     if what == "cpu.json":
-        damage(place.cache / what, "truncated")
+        damage(place.cache / what, "flipped")  # a feature's name may become another
         place.built()
     else:
         for path in (place.cache / "actions").iterdir():
@@ -294,7 +297,7 @@ def test_a_build_killed_before_any_of_its_writes_leaves_the_old_or_the_new_bundl
         assert_none_wrong(place, right, new)
         assert kills < 200
     print(f"killed {kills} times")
-    assert kills >= 15
+    assert kills >= 12
     assert contents(place.bundle) == new
     place.built()
     assert_no_leftovers(place)
@@ -362,7 +365,7 @@ def test_explain_names_the_field_that_made_the_miss(place: Place) -> None:
     text = config.read_text().replace('"layer_norm_epsilon": 1e-05', '"layer_norm_epsilon": 1e-06')
     config.write_text(text)
     before = contents(place.cache / "actions")
-    lines = place.doit("explain").out.splitlines()
+    lines = place.doit("explain", "weights=f32").out.splitlines()
     assert contents(place.cache / "actions") == before
     convert = next(i for i, line in enumerate(lines) if line.startswith("convert (model=tiny"))
     assert "files.config.json" in lines[convert + 1] and "->" in lines[convert + 1]
