@@ -46,7 +46,11 @@ def checkpoint(name: str) -> Path:
 
 
 def doit(
-    words: Sequence[str], cwd: Path, cache: Path, env: Mapping[str, str] | None = None
+    words: Sequence[str],
+    cwd: Path,
+    cache: Path,
+    env: Mapping[str, str] | None = None,
+    umask: int = -1,
 ) -> subprocess.CompletedProcess[str]:
     """Run `doit` on the project's dodo.py with `cwd` as the directory that build/ is made in."""
     cwd.mkdir(parents=True, exist_ok=True)
@@ -58,7 +62,7 @@ def doit(
         **(env or {}),
     }
     return subprocess.run(
-        command, cwd=cwd, env=variables, capture_output=True, text=True, check=False
+        command, cwd=cwd, env=variables, umask=umask, capture_output=True, text=True, check=False
     )
 
 

@@ -1,0 +1,68 @@
+"""The same inputs give the same bytes, whatever process, directory and environment made them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import bundles
+import pytest
+
+pytestmark = pytest.mark.iree
+
+NAME, SHAPE = "bf16_sharded", "b1-p8"
+ELSEWHERE = {
+    "PYTHONHASHSEED": "12345",
+    "TZ": "Pacific/Chatham",
+    "LANG": "tr_TR.UTF-8",
+    "LC_ALL": "C",
+    "COLUMNS": "40",
+    "USER": "somebody",
+    "SOURCE_DATE_EPOCH": "1",
+}
+TARGETS = ["cpu", *(pytest.param(t, marks=pytest.mark.slow) for t in ("cuda-sm121", "vulkan"))]
+
+
+def blobs(cache: Path) -> dict[str, Path]:
+    """sha256 → file of everything that the stages of the builds in `cache` made."""
+    return {path.name: path for path in (cache / "blobs").rglob("*") if path.is_file()}
+
+
+def contents(bundle: Path) -> dict[str, bytes]:
+    """The bundle's files; the build log tells of one run and is not part of it."""
+    return {p.name: p.read_bytes() for p in bundle.iterdir() if p.name != "build.log.jsonl"}
+
+
+def build_elsewhere(target: str, home: Path) -> tuple[Path, Path]:
+    """(bundle, cache) of the same build with another cache, directory, umask and environment."""
+    copy = home / "other checkpoints" / NAME
+    shutil.copytree(bundles.checkpoint(NAME), copy)
+    cwd, cache, temporary = home / "a långer name", home / "x", home / "tmp"
+    temporary.mkdir()
+    env = {**ELSEWHERE, "HOME": str(home), "TMPDIR": str(temporary)}
+    words = ["build", f"model={copy}", f"target={target}", f"shape={SHAPE}"]
+    done = bundles.doit(words, cwd, cache, env, umask=0o077)
+    return bundles.built(done, cwd), cache
+
+
+@pytest.mark.parametrize("target", TARGETS)
+def test_emitted_text_module_and_bundle_are_the_same_bytes(target: str, tmp_path: Path) -> None:
+    here = bundles.build(NAME, target, SHAPE)
+    there, cache = build_elsewhere(target, tmp_path)
+    ours, theirs = blobs(bundles.home() / "cache"), blobs(cache)
+    texts = [p for p in theirs.values() if p.read_bytes().startswith(b"module @")]
+    assert len(texts) == 4 and len(theirs) > 10  # prefill_8, decode, seed, extract
+    different = {name: path.read_bytes()[:60] for name, path in theirs.items() if name not in ours}
+    assert not different
+    assert contents(here) == contents(there)
+    assert {"manifest.json", "model.vmfb", "params.irpa", "reference.json"} == set(contents(here))
+    for path in theirs.values():
+        data = path.read_bytes()
+        for word in (tmp_path, bundles.ROOT, bundles.home()):
+            assert os.fsencode(word) not in data, (path.name, word)
+
+
+def test_another_graph_is_other_bytes() -> None:
+    one, two = (contents(bundles.build(name)) for name in (NAME, "groups4_tied_no_conv_bias"))
+    assert not [name for name in one if one[name] == two[name]]
