@@ -27,7 +27,10 @@ class TensorInfo(Protocol):
 
 
 class Source(Protocol):
-    """A checkpoint: named tensors and a way to read one of them."""
+    """A checkpoint: its directory, named tensors and a way to read one of them."""
+
+    @property
+    def dir(self) -> Path: ...
 
     @property
     def tensors(self) -> Mapping[str, TensorInfo]: ...
@@ -121,7 +124,9 @@ def resolve(weight_map: WeightMap, source: Source) -> dict[str, str]:
     if problems:
         shown = "; ".join(problems[:20])
         more = f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
-        raise EmitError(f"checkpoint: {len(problems)} tensors do not fit: {shown}{more}")
+        raise EmitError(
+            f"{source.dir}: {len(problems)} tensors do not fit config.json: {shown}{more}"
+        )
     return chosen
 
 
