@@ -94,6 +94,7 @@ def unpack(pack: Path, python: str) -> Path:
     if (site / ".complete").exists():
         return site
     shutil.rmtree(site, ignore_errors=True)
+    site.mkdir()
     for wheel in sorted((pack / "wheels").glob("*.whl")):
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
@@ -112,6 +113,15 @@ def machine(run: Run, device: str) -> None:
         fields = "name,driver_version,memory.total,clocks.max.sm,clocks.max.mem"
         out = run.step("driver", ["nvidia-smi", f"--query-gpu={fields}", "--format=csv"], True)
         run.results["driver"] = out
+
+
+def demo(run: Run, bundle: Path, prompt: str | None, device: str) -> None:
+    """Verify the bundle with weights and let it write."""
+    base = [sys.executable, "-m", "runtime"]
+    run.step(f"verify {bundle.name}", [*base, "verify", str(bundle), "--device", device], True)
+    words = ["--tokens", "1,2,3"] if prompt is None else ["--prompt", prompt]
+    words += ["--max-tokens", "48", "--device", device]
+    run.step(f"generate {bundle.name}", [*base, "generate", str(bundle), *words], True)
 
 
 def benches(run: Run, pack: Path, names: Sequence[str], device: str) -> None:
@@ -204,12 +214,7 @@ def main() -> int:
     }
     run = Run(start + args.limit, environment)
     machine(run, device)
-    base = [sys.executable, "-m", "runtime"]
-    for name in plan["verify"]:
-        bundle = str(args.pack / "bundles" / name)
-        run.step(f"verify {name}", [*base, "verify", bundle, "--device", device], True)
-        words = ["--prompt", plan["prompt"], "--max-tokens", "48", "--device", device]
-        run.step(f"generate {name}", [*base, "generate", bundle, *words], True)
+    demo(run, args.pack / "bundles" / plan["verify"], plan["prompt"], device)
     copying = [sys.executable, str(args.pack / "measure.py"), "copy", "--device", device]
     run.measure("copy", copying)
     benches(run, args.pack, plan["bench"], device)

@@ -43,30 +43,26 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--python", default="3.12", help="of the other machine (default: 3.12)")
     parser.add_argument("--machine", default="x86_64", choices=["x86_64", "aarch64"])
     parser.add_argument("--target", default="cuda-sm90", help="default: cuda-sm90")
-    parser.add_argument("--models", nargs="*", default=MODELS, metavar="NAME=TYPE[=SHAPE]")
+    parser.add_argument("--demo", default=DEMO, metavar="NAME[=TYPE[=SHAPE]]")
+    parser.add_argument("--models", nargs="*", default=MODELS, metavar="NAME[=TYPE[=SHAPE]]")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "gpu")
+    parser.add_argument(
+        "--no-wheels", action="store_true", help="the other machine has the runtime's packages"
+    )
     return parser.parse_args()
 
 
-def lay_bundle(words: Iterable[str], out: Path) -> str:
-    """Build one bundle and copy its files (not its log) to `out`; returns its device URI."""
+def lay_bundle(spec: str, target: str, extra: Iterable[str], out: Path) -> Path:
+    """Build NAME[=TYPE[=SHAPE]] and copy the bundle (not its log) into `out`; returns the copy."""
+    model, weights, shape = (*spec.split("="), "", "")[:3]
+    given = {"model": model, "target": target, "weights": weights, "shape": shape}
+    words = [f"{word}={value}" for word, value in given.items() if value]
     with tempfile.TemporaryDirectory(prefix="pack-") as directory:
-        bundle = build([*words], Path(directory))
-        shutil.copytree(bundle, out, ignore=shutil.ignore_patterns("build.log.jsonl"))
-    return json.loads((out / "manifest.json").read_text(encoding="utf-8"))["target"]["uri"]
-
-
-def lay_bundles(target: str, models: Iterable[str], out: Path) -> tuple[str, list[str]]:
-    """The demo and the weight-free bundles; returns (device URI, names of the latter)."""
-    uri = lay_bundle([f"model={DEMO}", f"target={target}"], out / "demo")
-    names = []
-    for spec in models:
-        model, weights, *shape = spec.split("=")
-        names.append("-".join([model, weights, *shape]))
-        words = [f"model={model}", f"target={target}", f"weights={weights}", "params=none"]
-        lay_bundle([*words, *(f"shape={word}" for word in shape)], out / names[-1])
-        print(f"built {names[-1]}", flush=True)
-    return uri, names
+        bundle = build([*words, *extra], Path(directory))
+        name = "-".join(filter(None, (Path(model).name, weights, shape)))
+        shutil.copytree(bundle, out / name, ignore=shutil.ignore_patterns("build.log.jsonl"))
+    print(f"built {name}", flush=True)
+    return out / name
 
 
 def download(python: str, machine: str, requirements: Iterable[str], out: Path) -> None:
@@ -117,13 +113,22 @@ def main() -> int:
     out: Path = args.out
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    uri, names = lay_bundles(args.target, args.models, out / "bundles")
-    lay_wheels(args.python, args.machine, out / "wheels")
-    if uri == "cuda":
+    bundles = out / "bundles"
+    demo = lay_bundle(args.demo, args.target, [], bundles)
+    benched = [lay_bundle(spec, args.target, ["params=none"], bundles) for spec in args.models]
+    manifest = json.loads((demo / "manifest.json").read_text(encoding="utf-8"))
+    if not args.no_wheels:
+        lay_wheels(args.python, args.machine, out / "wheels")
+    if manifest["target"]["device"] == "cuda" and not args.no_wheels:
         lay_cupti(args.machine, out / "lib")
     lay_code(out)
-    plan = {"python": args.python, "device": uri, "target": args.target, "prompt": PROMPT}
-    plan |= {"verify": ["demo"], "bench": names}
+    plan = {
+        "python": args.python,
+        "device": manifest["target"]["uri"],
+        "verify": demo.name,
+        "prompt": PROMPT if manifest["files"]["tokenizer"] else None,
+        "bench": [bundle.name for bundle in benched],
+    }
     (out / "pack.json").write_text(json.dumps(plan, indent=1) + "\n", encoding="utf-8")
     found = sizes(out)
     total = sum(found.values())
