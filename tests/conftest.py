@@ -37,5 +37,6 @@ def pytest_runtest_makereport(
     report = yield
     if item.config.getoption("--no-skips") and report.skipped and not hasattr(report, "wasxfail"):
         report.outcome = "failed"
-        report.longrepr = f"skipped, with --no-skips: {report.longrepr[2]}"
+        reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else report.longrepr
+        report.longrepr = f"skipped, with --no-skips: {reason}"
     return report
