@@ -1,0 +1,83 @@
+"""Full-size models compile from their shapes alone, and what a compile costs grows with depth."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import bundles
+import pytest
+import yaml
+
+from artifacts.compile import dump_ptx
+from artifacts.link import link
+from emit.entry import Model, entries, param_structs
+from emit.shape import Shape
+from emit.stablehlo import lower
+from recipes.resolve import resolve_target
+from runtime import manifest as manifests
+
+ROOT = Path(__file__).resolve().parent.parent
+LIMIT_BYTES = 4e9  # of the emitting process and of the compiler
+SHAPE = "b4-p32+256"
+PARAMETERS = {"mamba2-2.7b": 2.7e9, "mamba-codestral-7b": 7.3e9}
+
+
+def rows(bundle: Path, stage: str) -> list[dict[str, Any]]:
+    """What the build log says of a stage that ran."""
+    lines = (bundle / "build.log.jsonl").read_text().splitlines()
+    found = [row for row in map(json.loads, lines) if row["stage"] == stage]
+    return [row for row in found if not row["cached"]]
+
+
+@pytest.mark.iree
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["cuda-sm121", "cpu"])
+@pytest.mark.parametrize("model", PARAMETERS)
+def test_full_size_models_compile_from_their_shapes(model, target, tmp_path):
+    words = [f"model={model}", f"target={target}", f"shape={SHAPE}", "weights=bf16", "params=none"]
+    done = bundles.doit(["build", *words], tmp_path, tmp_path / "cache")
+    bundle = bundles.built(done, tmp_path)
+    manifest = manifests.load(bundle)
+    assert manifest.files.params is None and manifest.numerics.weights == "bf16"
+    elements = sum(p.nbytes // manifests.DTYPE_BYTES[p.dtype] for p in manifest.params)
+    assert elements == pytest.approx(PARAMETERS[model], rel=0.02)
+    assert len(manifest.state) == 2 * 64
+    (emit,), (compiled,) = rows(bundle, "emit"), rows(bundle, "compile")
+    module = (bundle / "model.vmfb").stat().st_size
+    assert compiled["outputs"] == {"model.vmfb": module} and module < 20e6
+    assert compiled["seconds"] > 0 and emit["process_seconds"] > 0
+    for row in (emit, compiled):  # the compiler maps 100 MB of itself, Python with JAX as much
+        assert 50e6 < row["peak_rss_bytes"] < LIMIT_BYTES
+
+
+def linked(layers: int) -> str:
+    """The 130m model with other layers, linked; small in width so that it compiles fast."""
+    recipe = yaml.safe_load((ROOT / "recipes" / "models" / "mamba2-130m.yaml").read_text())
+    changed = {"num_hidden_layers": layers, "hidden_size": 64, "num_heads": 8, "head_dim": 16}
+    changed |= {"state_size": 16, "vocab_size": 256}
+    model = Model.of({"model_type": recipe["family"], **recipe["config"], **changed})
+    found = entries(model, Shape.parse("b2-p32"))
+    structs = param_structs(model, "bf16")
+    return link([(entry.name, lower(entry, structs)) for entry in found])
+
+
+def kernels(layers: int, out: Path) -> int:
+    """How many different kernels the module of a model so deep has."""
+    files = dump_ptx(linked(layers), resolve_target("cuda-sm121").flags, out)
+    return sum(path.read_text().count(".visible .entry") for path in files)
+
+
+@pytest.mark.iree
+def test_layers_share_their_kernels(tmp_path):
+    """The time of a compile is that of its kernels; layers of one kind must not add any."""
+    few, more = kernels(3, tmp_path / "3"), kernels(6, tmp_path / "6")
+    assert few == more and few > 20
+
+
+def test_text_grows_by_a_constant_a_layer():
+    """No unrolled loop over the layers squares anything."""
+    sizes = [len(linked(layers)) for layers in (4, 8, 16)]
+    first, second = sizes[1] - sizes[0], sizes[2] - sizes[1]
+    assert second == pytest.approx(2 * first, rel=0.05)
