@@ -33,7 +33,7 @@ from runtime.vmfb import bytecode_version
 # so the types share one bound. Sums in another order differ by some 1e-7 in each layer, and what a
 # layer adds the next ones amplify: measured 1e-6 for 3 layers, 2.4e-6 for 5, 2e-5 for 24 of random
 # weights. Wrong code was never below 1e-3.
-TOLERANCE = dict.fromkeys(("f32", "bf16", "f16"), (1e-5, 3e-6))
+TOLERANCE: dict[str, tuple[float, float]] = dict.fromkeys(("f32", "bf16", "f16"), (1e-5, 3e-6))
 
 
 @dataclass(frozen=True)
