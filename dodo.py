@@ -92,12 +92,18 @@ def builder() -> plan.Plan:
     return plan.Plan(Store(default_root()), JOB, BUILD)
 
 
+class Told(Exception):
+    """A program failed and has said why."""
+
+
 def action(function: Callable[[], object]) -> Callable[[], bool]:
     """`function` as a doit action: a UserError is one line and fails the task."""
 
     def run() -> bool:
         try:
             function()
+        except Told:
+            return False
         except UserError as error:
             report(error)
             return False
@@ -107,10 +113,9 @@ def action(function: Callable[[], object]) -> Callable[[], bool]:
 
 
 def command(*argv: str | Path) -> None:
-    """Run a program of this environment; UserError if it fails."""
-    code = subprocess.run([sys.executable, "-m", *map(str, argv)], check=False).returncode
-    if code:
-        raise UserError(f"{' '.join(map(str, argv[:2]))}: exit code {code}")
+    """Run a program of this environment; Told if it fails."""
+    if subprocess.run([sys.executable, "-m", *map(str, argv)], check=False).returncode:
+        raise Told
 
 
 def task_stages():

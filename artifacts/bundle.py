@@ -190,7 +190,12 @@ def _replace(stages: Stages, compiled: Compiled, directory: Path) -> None:
             _discard(left)
     new = directory.with_name(f".{directory.name}-new")
     old = directory.with_name(f".{directory.name}-old")
-    _write(stages, compiled, new)
+    try:
+        _write(stages, compiled, new)
+    except BaseException:
+        if new.exists():
+            _discard(new)
+        raise
     with explained(directory):
         if directory.exists():
             log = directory / buildlog.FILE_NAME

@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from artifacts.disk import explained
+from artifacts.disk import explained, no_space
 from artifacts.link import MODULE, link
 from artifacts.process import run_logged
 from artifacts.tools import versions
@@ -94,7 +94,8 @@ def run_compiler(text: str, arguments: Sequence[str], work: Path) -> CompileStat
     command = [str(compiler_path()), _INPUT, *arguments]
     code, usage = run_logged(command, log, work, environment)
     if code != 0:
-        raise _failure(text, log, code)
+        said = log.read_text(encoding="utf-8", errors="replace")
+        raise no_space(work, said) or _failure(text, said, code)
     return CompileStats(usage.seconds, usage.peak_rss_bytes, 0)
 
 
@@ -108,13 +109,13 @@ def _workspace(parent: Path) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _failure(text: str, log: Path, code: int) -> UserError:
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
+def _failure(text: str, said: str, code: int) -> UserError:
+    lines = said.splitlines()
     kept = Path(tempfile.gettempdir()) / "scanwright-failed"
     stem = hashlib.sha256(text.encode()).hexdigest()[:12]
     try:
         kept.mkdir(exist_ok=True)
-        shutil.copyfile(log, kept / f"{stem}.log")
+        (kept / f"{stem}.log").write_text(said, encoding="utf-8")
         (kept / f"{stem}.mlir").write_text(text, encoding="utf-8")
         where = f"the text is kept as {kept / stem}.mlir, the compiler's output beside it"
     except OSError as error:

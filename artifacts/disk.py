@@ -14,6 +14,7 @@ from runtime.errors import UserError
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _CHUNK = 1 << 20
+_FULL_BELOW = 1 << 14  # bytes free on a disk that a failed program is taken to have filled
 
 
 def is_full(error: OSError) -> bool:
@@ -53,6 +54,20 @@ def _free_bytes(path: Path) -> int | None:
         with contextlib.suppress(OSError):
             stats = os.statvfs(place)
             return stats.f_bavail * stats.f_frsize
+    return None
+
+
+def no_space(path: Path, output: str) -> UserError | None:
+    """What to say if a program failed because the disk of `path` is full, else None.
+
+    `output` is what it said; with no space left it may not have been able to say a thing.
+    """
+    free = _free_bytes(path)
+    for code in _FULL:
+        if os.strerror(code) in output:
+            return user_error(OSError(code, os.strerror(code)), path)
+    if free is not None and free < _FULL_BELOW:
+        return user_error(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), path)
     return None
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from artifacts.disk import no_space
 from runtime.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -92,6 +93,7 @@ def run_module(module: str, arguments: Sequence[str | Path], scratch: Path) -> U
     argv = [sys.executable, "-m", module, *map(str, arguments)]
     code, usage = run_logged(argv, log, None, {**os.environ, "PYTHONPATH": path})
     text = log.read_text(encoding="utf-8", errors="replace")
+    full = no_space(scratch, text) if code else None
     log.unlink()
     if code == 0:
         return usage
@@ -99,6 +101,8 @@ def run_module(module: str, arguments: Sequence[str | Path], scratch: Path) -> U
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if os.environ.get("SCANWRIGHT_DEBUG") == "1":
         print(text, file=sys.stderr)
+    if full:
+        raise full
     if errors:
         raise UserError(errors[-1])
     step = f"{module} {arguments[0]}"
