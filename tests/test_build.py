@@ -342,13 +342,14 @@ def test_builds_killed_at_random_times(tmp_path: Path, right: dict[str, str]) ->
 
 
 def children(work: Path) -> list[int]:
-    """Living processes of builds in the place of `work`, by the cache in their environment."""
+    """Living processes of builds in the place of `work`: by their cache, or where they run."""
     mark = f"SCANWRIGHT_CACHE={work.parent / 'cache'}".encode()
     found = []
-    for path in Path("/proc").glob("[0-9]*/environ"):
+    for path in Path("/proc").glob("[0-9]*"):
         try:
-            if mark in path.read_bytes().split(b"\0"):
-                found.append(int(path.parent.name))
+            inside = (path / "cwd").readlink().is_relative_to(work.parent)
+            if inside or mark in (path / "environ").read_bytes().split(b"\0"):
+                found.append(int(path.name))
         except OSError:
             continue
     return found
