@@ -32,8 +32,7 @@ def check(found: dict, bundle) -> None:
 
 
 @pytest.mark.iree
-def test_figures_of_a_bundle(capsys, monkeypatch):
-    monkeypatch.setattr(bench, "ROUND_S", 0.02)
+def test_figures_of_a_bundle(capsys):
     bundle = toy.bundle()
     check(bench.bench(bundle, rounds=3, round_s=0.02), bundle)
     assert main(["bench", str(bundle), "--rounds", "1", "--json"]) == 0
