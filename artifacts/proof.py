@@ -192,7 +192,7 @@ def _prove(
         write_bundle(compiled, bundle, proving=True)
         arguments: list[str | Path] = ["check", bundle, "--device", device, "--seed", str(SEED)]
         arguments += ["--expected", expected, "--out", out]
-        stages.log.add(process.run_module("runtime.probe", arguments, scratch))
+        stages.log.add(_run_check(arguments, scratch))
         verdict["problem"] = worst(json.loads(out.read_text()))
         shutil.rmtree(bundle)
         return {"rows.json": out}
@@ -202,6 +202,17 @@ def _prove(
         result = stages.run_action(action, produce, lambda: verdict)
         stages.log.result("proof", result, {"problem": result.meta["problem"]})
     return result.meta["problem"]
+
+
+def _run_check(arguments: Sequence[str | Path], scratch: Path) -> process.Usage:
+    """Run the check; once more if the driver lost its device, as llvmpipe does under heavy load."""
+    try:
+        return process.run_module("runtime.probe", arguments, scratch)
+    except UserError as error:
+        if "DEVICE_LOST" not in str(error):
+            raise
+        print(f"{error}; trying once more", file=sys.stderr, flush=True)
+        return process.run_module("runtime.probe", arguments, scratch)
 
 
 def worst(rows: Sequence[Mapping[str, Any]]) -> str | None:

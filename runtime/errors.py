@@ -16,7 +16,7 @@ class UserError(Exception):
 
 
 def report(error: BaseException) -> int:
-    """Print `error` as one line on stderr (SCANWRIGHT_DEBUG=1: after a traceback); exit code 1."""
+    """Print `error` as one line on stderr (a traceback if SCANWRIGHT_DEBUG=1); return 1."""
     if os.environ.get("SCANWRIGHT_DEBUG") == "1":
         traceback.print_exception(error)
     print("error: " + " ".join(str(error).split()), file=sys.stderr)
