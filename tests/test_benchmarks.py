@@ -127,7 +127,7 @@ def test_without_the_library_there_is_no_profiler(tmp_path, monkeypatch):
 
 def run_of(seconds: float):
     """A Run that must end in `seconds`."""
-    return script("gpu/drive.py").Run(time.monotonic() + seconds, dict(os.environ))
+    return script("gpu/drive.py").Run(time.monotonic() + seconds, ROOT, dict(os.environ))
 
 
 def test_a_step_that_fails_or_hangs_is_a_failure_and_the_rest_goes_on(capsys, monkeypatch):
@@ -141,8 +141,10 @@ def test_a_step_that_fails_or_hangs_is_a_failure_and_the_rest_goes_on(capsys, mo
     assert run.measure("bench x", [sys.executable, "-c", child]) is None
     assert time.monotonic() - start < 20
     assert run.measure("copy", [sys.executable, "-c", "print('{\"a\": 1}')"]) == {"a": 1}
+    assert run.step("driver", ["./no-such-program"]) is None
     assert run.results == {"copy": {"a": 1}}
-    assert [line.partition(": ")[0] for line in run.failures] == ["verify x", "bench x"]
+    assert [line.partition(": ")[0] for line in run.failures] == ["verify x", "bench x", "driver"]
+    assert run.failures[2] == "driver: ./no-such-program: No such file or directory"
     assert "exit code 3: error: broken" in run.failures[0] and "killed" in run.failures[1]
     assert "FAIL  bench x: killed after" in capsys.readouterr().out
 

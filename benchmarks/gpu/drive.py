@@ -28,9 +28,10 @@ LIMITS = {"driver": 20, "verify": 90, "generate": 60, "copy": 45, "bench": 100, 
 
 @dataclass
 class Run:
-    """The steps so far; `until` is when all must have ended (time.monotonic seconds)."""
+    """The steps so far, each run in `home`; all must have ended at `until` (time.monotonic)."""
 
     until: float
+    home: Path
     environment: dict[str, str]
     results: dict[str, Any] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
@@ -45,15 +46,19 @@ class Run:
         if left < 3:
             return self._failed(name, "not run: no time left")
         start = time.monotonic()
-        process = subprocess.Popen(
-            argv,
-            env=self.environment,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        try:
+            process = subprocess.Popen(
+                argv,
+                cwd=self.home,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        except OSError as error:
+            return self._failed(name, f"{argv[0]}: {error.strerror}")
         try:
             out, err = process.communicate(timeout=limit)
         except subprocess.TimeoutExpired:
@@ -83,7 +88,7 @@ class Run:
 
 
 def unpack(pack: Path, python: str) -> Path:
-    """The carried packages, unpacked beside the pack (a wheel is a zip file)."""
+    """The carried packages, unpacked beside the pack (wheels are zip files)."""
     own = f"{sys.version_info[0]}.{sys.version_info[1]}"
     if own != python:
         sys.exit(
@@ -95,7 +100,7 @@ def unpack(pack: Path, python: str) -> Path:
         return site
     shutil.rmtree(site, ignore_errors=True)
     site.mkdir()
-    for wheel in sorted((pack / "wheels").glob("*.whl")):
+    for wheel in sorted((pack / "wheels").glob("*")):
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(site)
     for tool in site.glob("iree/_runtime_libs/iree-*"):
@@ -205,6 +210,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="also write all results there as JSON")
     args = parser.parse_args()
     start = time.monotonic()
+    args.pack = args.pack.resolve()
     plan = json.loads((args.pack / "pack.json").read_text(encoding="utf-8"))
     device = args.device or plan["device"]
     site = unpack(args.pack, plan["python"])
@@ -212,7 +218,7 @@ def main() -> int:
         "PYTHONPATH": os.pathsep.join([str(args.pack), str(site)]),
         "PYTHONDONTWRITEBYTECODE": "1",
     }
-    run = Run(start + args.limit, environment)
+    run = Run(start + args.limit, args.pack, environment)
     machine(run, device)
     demo(run, args.pack / "bundles" / plan["verify"], plan["prompt"], device)
     copying = [sys.executable, str(args.pack / "measure.py"), "copy", "--device", device]

@@ -1,7 +1,7 @@
 """Time of every kernel and copy on an NVIDIA GPU, by CUPTI's activity records.
 
 IREE's CUDA driver has no profiling of its own, so this loads NVIDIA's libcupti (a CUDA toolkit, a
-`nvidia-cuda-cupti` package or the pack's own lib/ has it) with ctypes. Needs no compiler.
+`nvidia-cuda-cupti` package or the pack itself has it) with ctypes. Needs no compiler.
 
 Only fields that have stood at the same place in every version of the records since CUDA 11 are
 read: kind u32 at 0; start u64 at 16 and end u64 at 24, in ns; of copies and fills bytes u64 at 8;
@@ -48,7 +48,7 @@ class Activity:
 
 
 def find_library(own: Path) -> Iterator[Path]:
-    """Places of libcupti: $CUPTI_LIBRARY, installed packages, CUDA toolkits, then `own`/lib."""
+    """Places of libcupti: $CUPTI_LIBRARY, installed packages, toolkits, the pack `own`."""
     if "CUPTI_LIBRARY" in os.environ:
         yield Path(os.environ["CUPTI_LIBRARY"])
     names = ("libcupti.so.13", "libcupti.so.12")
@@ -58,7 +58,7 @@ def find_library(own: Path) -> Iterator[Path]:
     for toolkit in sorted(Path("/usr/local").glob("cuda*"), reverse=True):
         for folder in ("lib64", "lib", "extras/CUPTI/lib64"):
             yield from (toolkit / folder / name for name in names)
-    yield from (own / "lib" / name for name in names)
+    yield from (own / "site" / "lib" / name for name in names)
 
 
 class Profiler:

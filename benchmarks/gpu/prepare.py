@@ -32,6 +32,7 @@ MODELS = ("mamba2-130m=f32", "mamba2-130m=bf16", "mamba2-2.7b=f32", "mamba2-2.7b
 SCRIPTS = ("run.sh", "drive.py", "measure.py", "kernels.py")
 PACKAGES = ("iree-base-runtime", "ml-dtypes", "numpy", "tokenizers")
 CUPTI = "nvidia-cuda-cupti>=13.0,<13.1"  # of CUDA 13.0: newer ones refuse older drivers
+TRACERS = "iree/_runtime_libs_tracy/"
 PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
 
 
@@ -74,21 +75,35 @@ def download(python: str, machine: str, requirements: Iterable[str], out: Path) 
 
 
 def lay_wheels(python: str, machine: str, out: Path) -> None:
-    """The runtime's packages; IREE in the version that compiled the bundles."""
+    """The runtime's packages; IREE in the version that compiled the bundles, without its tracers.
+
+    They are unpacked, not installed, there, so what is left out of a wheel is not missed.
+    """
     version = metadata.version("iree-base-compiler")
     pinned = [f"{name}=={version}" if name.startswith("iree") else name for name in PACKAGES]
     download(python, machine, pinned, out)
+    (wheel,) = out.glob("iree_base_runtime-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        kept = [name for name in archive.namelist() if not name.startswith(TRACERS)]
+        repack(archive, {name: name for name in kept}, wheel.with_suffix(".zip"))
+    wheel.unlink()
 
 
 def lay_cupti(machine: str, out: Path) -> None:
     """The one library that lists a GPU's kernels, for machines that have no CUDA toolkit."""
-    out.mkdir()
     with tempfile.TemporaryDirectory() as directory:
         download("3.12", machine, [CUPTI], Path(directory))
         (wheel,) = Path(directory).glob("*.whl")
         with zipfile.ZipFile(wheel) as archive:
             (name,) = (n for n in archive.namelist() if "/libcupti.so." in n)
-            (out / Path(name).name).write_bytes(archive.read(name))
+            repack(archive, {name: f"lib/{Path(name).name}"}, out / "cupti.zip")
+
+
+def repack(archive: zipfile.ZipFile, names: dict[str, str], out: Path) -> None:
+    """Copy some members of an archive, old name → new name, into a new one."""
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=9) as slim:
+        for old, new in names.items():
+            slim.writestr(new, archive.read(old))
 
 
 def lay_code(out: Path) -> None:
@@ -120,7 +135,7 @@ def main() -> int:
     if not args.no_wheels:
         lay_wheels(args.python, args.machine, out / "wheels")
     if manifest["target"]["device"] == "cuda" and not args.no_wheels:
-        lay_cupti(args.machine, out / "lib")
+        lay_cupti(args.machine, out / "wheels")
     lay_code(out)
     plan = {
         "python": args.python,
