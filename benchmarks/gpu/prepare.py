@@ -33,7 +33,7 @@ SCRIPTS = ("run.sh", "drive.py", "measure.py", "kernels.py")
 PACKAGES = ("iree-base-runtime", "ml-dtypes", "numpy", "tokenizers")
 CUPTI = "nvidia-cuda-cupti>=13.0,<13.1"  # of CUDA 13.0: newer ones refuse older drivers
 TRACERS = "iree/_runtime_libs_tracy/"
-PLATFORMS = ("manylinux_2_28", "manylinux_2_27", "manylinux_2_17", "manylinux2014")
+PLATFORMS = tuple(f"manylinux{tag}" for tag in ("_2_28", "_2_27", "_2_25", "_2_17", "2014"))
 
 
 def arguments() -> argparse.Namespace:
