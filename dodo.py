@@ -201,5 +201,6 @@ def task_test():
 
 def task_lint():
     """ruff and pyright"""
-    checks = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("pyright",))
+    types = ("pyright", "--pythonpath", sys.executable)  # the environment need not be active
+    checks = (("ruff", "check", "."), ("ruff", "format", "--check", "."), types)
     return {"actions": [action(partial(command, *check)) for check in checks]}
