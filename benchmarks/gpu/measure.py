@@ -197,6 +197,9 @@ def by_cupti(profiler: kernels.Profiler, work: Callable[[], None]) -> dict[str, 
 
 
 def _summary(rows: list[dict[str, Any]], wall_ms: float, busy_ms: float) -> dict[str, Any]:
+    """The longest kernels, and what all of them come to. Raises NoProfiler if there is none."""
+    if not rows:
+        raise kernels.NoProfiler("this driver tells of no dispatch")
     rows.sort(key=lambda row: -row["ms"])
     return {
         "wall_ms": wall_ms,

@@ -5,7 +5,7 @@
 #   bash run.sh [--out FILE.json]          in a pack made by prepare.py
 #
 # DEVICE=URI     IREE device (default: the pack's)          PYTHON=PROGRAM   default: python3
-# LIMIT=SECONDS  for everything together (default 345)
+# LIMIT=SECONDS  for everything together (default 345; more for slow devices)
 set -euo pipefail
 pack=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 exec "${PYTHON:-python3}" "$pack/drive.py" "$pack" --limit "${LIMIT:-345}" \
