@@ -16,7 +16,7 @@ A document is a chapter: its verses one a line, without references, after an `<|
 40th chapter is held out, of the tokenizer's training too. The model is trained in float32 through
 the operations that graphs are emitted from; before the weights are written, as rounded to bfloat16,
 their logits are compared with those of the emitted family's own forward. The same text, arguments,
-library versions and thread count give the same files: the checkpoint and train.log in --out.
+library versions and thread count give the same checkpoint. Its files and train.log go to --out.
 """
 
 from __future__ import annotations
@@ -231,7 +231,7 @@ def write(out: Path, cfg: mamba2.Config, params: Params, tokenizer: Tokenizer) -
         value = value.T[:, None, :] if p.transform is depthwise_kernel else value
         tensors[p.source[0]] = np.ascontiguousarray(value)
     (out / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
-    tokenizer.save(str(out / "tokenizer.json"))
+    tokenizer.save(str(out / "tokenizer.json"), pretty=False)
     files = {"config": CONFIG, "generation_config": IDS, "tokenizer_config": TOKENIZER_CONFIG}
     for name, value in files.items():
         (out / f"{name}.json").write_text(json.dumps(value, indent=2) + "\n")
