@@ -165,11 +165,12 @@ def task_runtime():
 
 def task_demo():
     """build the model that ships with the project, and let it write"""
+    prompt = "In the beginning"
     options = ("--max-tokens", "120", "--temperature", "0.7", "--top-p", "0.9", "--seed", "1")
 
     def run() -> None:
-        print(f"bundle: {BUNDLE}\n", flush=True)
-        command("runtime", "generate", BUNDLE, "--prompt", "In the beginning", *options)
+        print(f"bundle: {BUNDLE}\n\n{prompt}", end="", flush=True)
+        command("runtime", "generate", BUNDLE, "--prompt", prompt, *options)
 
     return {"actions": [action(run)], "task_dep": ["bundle"]}
 
