@@ -63,15 +63,7 @@ def make_job(given: dict[str, str | None]) -> Job:
         if given[name] not in (None, "none"):
             raise UserError(f"{name}={given[name]}: expected none, or leave the word out")
 
-    @cache
-    def weights(own: str | None) -> str:
-        word, notice = resolve.resolve_weights(given["weights"], model, target)
-        if word == "auto" and own is not None:
-            word, notice = resolve.resolve_weights(own, model, target)
-        if notice:
-            print(notice, file=sys.stderr)
-        return word
-
+    weights = resolve.weight_chooser(given["weights"], model, target)
     weights(None)  # a wrong type is refused before any work
     proof = given["proof"] is None and "--no-proof" not in sys.argv
     return Job(model, target, shape, weights, params=given["params"] is None, proof=proof)
@@ -187,12 +179,10 @@ def task_matrix():
 
 def task_gc():
     """bound the cache [max_size=10G], oldest first, never what a bundle in build/ uses"""
-
-    def run() -> None:
-        size = gc.parse_size(GIVEN["max_size"] or "10G")
-        print(gc.collect(Store(default_root()), size, BUILD))
-
-    return {"actions": [action(run)]}
+    size = GIVEN["max_size"] or "10G"
+    collect = partial(gc.collect, build_dir=BUILD)
+    run = action(lambda: print(collect(Store(default_root()), gc.parse_size(size))))
+    return {"actions": [run]}
 
 
 def task_test():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable
+import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from recipes.schema import (
@@ -102,6 +104,27 @@ def resolve_weights(
         return kind, None
     used = target.substitute[kind]
     return used, f"target {target.name} has no {kind} weights: converting to {used} instead"
+
+
+def weight_chooser(
+    word: str | None, model: ModelRecipe, target: TargetRecipe
+) -> Callable[[str | None], str]:
+    """A function from the checkpoint's own type (None if it is not known) to the type to build.
+
+    It returns "auto" where that is needed and not known, and says once on stderr what the target
+    uses instead of a type that it lacks.
+    """
+
+    @functools.cache
+    def choose(own: str | None) -> str:
+        kind, notice = resolve_weights(word, model, target)
+        if kind == "auto" and own is not None:
+            kind, notice = resolve_weights(own, model, target)
+        if notice:
+            print(notice, file=sys.stderr)
+        return kind
+
+    return choose
 
 
 def triples() -> list[dict[str, str]]:
