@@ -39,7 +39,9 @@ _DTYPE_OF |= {int(rt.HalElementType.INT_32): DTYPES["i32"]}
 _DTYPE_OF |= {int(rt.HalElementType.INT_8): DTYPES["i8"]}
 
 _DEVICE_LOCAL = int(rt.MemoryType.DEVICE_LOCAL)
+# Cached, or some drivers give write-combined memory, which the host reads very slowly.
 _STAGING_MEMORY = int(rt.MemoryType.HOST_LOCAL | rt.MemoryType.DEVICE_VISIBLE)
+_STAGING_MEMORY |= int(rt.MemoryType.HOST_CACHED)
 _STAGING_USAGE = int(rt.BufferUsage.TRANSFER_TARGET | rt.BufferUsage.MAPPING_SCOPED)
 _DEFAULT_USAGE = int(rt.BufferUsage.DEFAULT)
 _MAPPED_USAGE = _DEFAULT_USAGE | int(rt.BufferUsage.MAPPING_SCOPED)

@@ -98,9 +98,10 @@ class MappedBlocks:
         self._libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 
     def _map(self, at: int | None, length: int, flags: int, fd: int, offset: int) -> int:
-        # Private and writable: some drivers pin what they read, which read-only memory refuses.
+        # Writable: some drivers pin what they read for writing, which read-only memory refuses, and
+        # the block is mapped shared, since a private page would become a copy when it is pinned.
         access = mmap.PROT_READ | mmap.PROT_WRITE
-        found = self._libc.mmap(at, length, access, mmap.MAP_PRIVATE | flags, fd, offset)
+        found = self._libc.mmap(at, length, access, flags, fd, offset)
         if found in (None, ctypes.c_void_p(-1).value):
             raise MemoryError(os.strerror(ctypes.get_errno()))
         return int(found)
@@ -122,12 +123,12 @@ class MappedBlocks:
         at = _start(spec.name) * mf.DTYPE_BYTES[spec.dtype]
         length = -(-spec.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         no_reserve = 0x4000  # MAP_NORESERVE
-        base = self._map(None, length, mmap.MAP_ANONYMOUS | no_reserve, -1, 0)
+        base = self._map(None, length, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | no_reserve, -1, 0)
         self._maps.append((base, length))
         done = 0
         while done < length:
             size = min(block - at, length - done)
-            self._map(base + done, size, 0x10 | no_reserve, fd, at)  # MAP_FIXED
+            self._map(base + done, size, mmap.MAP_SHARED | 0x10, fd, at)  # MAP_FIXED
             done += size
             at = 0
         return np.ctypeslib.as_array((ctypes.c_uint8 * spec.nbytes).from_address(base))
