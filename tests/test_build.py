@@ -158,7 +158,7 @@ def damage(path: Path, how: str) -> None:
         ("emit", "prefill_8.mlir", "missing", "emit graphs"),
         ("emit", "interface.json", "flipped", "emit graphs"),
         ("expect", "reference.json", "missing", "emit expect"),
-        ("expect", "decode.npz", "truncated", "emit expect"),
+        pytest.param("expect", "decode.npz", "truncated", "emit expect", marks=pytest.mark.slow),
     ],
 )
 def test_a_damaged_blob_is_told_and_made_again(
@@ -206,7 +206,7 @@ def test_a_damaged_bundle_is_told_and_written_again(
     assert contents(place.bundle) == right
 
 
-@pytest.mark.parametrize("what", ["actions", "cpu.json"])
+@pytest.mark.parametrize("what", [pytest.param("actions", marks=pytest.mark.slow), "cpu.json"])
 def test_a_damaged_record_is_told_and_made_again(
     place: Place, right: dict[str, str], what: str
 ) -> None:
@@ -321,9 +321,11 @@ def test_builds_killed_at_random_times(tmp_path: Path, right: dict[str, str]) ->
         if turn % 3 == 0:
             shutil.rmtree(place.cache, ignore_errors=True)
             shutil.rmtree(place.build, ignore_errors=True)
-        build = place.start()
+        build, began = place.start(), time.perf_counter()
         try:
-            build.wait(rng.uniform(0.05, 0.7) * whole)
+            build.wait(rng.uniform(0.05, 0.8) * whole)
+            if turn % 3 == 0:  # a cold build to its end: the machine is faster than it was
+                whole = time.perf_counter() - began
         except subprocess.TimeoutExpired:
             killed += 1
             if turn % 2:
@@ -337,6 +339,7 @@ def test_builds_killed_at_random_times(tmp_path: Path, right: dict[str, str]) ->
         if killed >= 36:
             break
     assert killed >= 36
+    print(f"killed {killed} of {turn + 1} builds, a whole one takes {whole:.1f} s")
     deadline = time.monotonic() + 10
     while children(place.work) and time.monotonic() < deadline:
         time.sleep(0.1)
