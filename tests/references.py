@@ -81,8 +81,10 @@ def derive(checkpoint: Path, texts: Iterable[list[int]]) -> list[Reference]:
     model.generation_config.eos_token_id = None
     found = []
     for text in texts:
+        tokens = torch.tensor([text])
         out = model.generate(
-            torch.tensor([text]),
+            tokens,
+            attention_mask=torch.ones_like(tokens),  # else it hides every token that pads
             max_new_tokens=NEW_TOKENS,
             do_sample=False,
             output_logits=True,
