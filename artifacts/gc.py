@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 from collections import Counter
@@ -62,19 +63,22 @@ def size_text(size: int) -> str:
 @dataclass
 class _Entry:
     """Something that goes or stays as a whole: a record with its blobs, a blob without one, or a
-    downloaded checkpoint. `path` is the record or the directory, `size` its own bytes."""
+    downloaded checkpoint. `path` is the record or the directory, `size` its own bytes, `inputs` the
+    digests that a record's fields name: what its result was made from."""
 
     last_use: int
     path: Path | None
     size: int
     digests: frozenset[str]
+    inputs: frozenset[str] = frozenset()
 
 
 def collect(store: Store, max_bytes: int, build_dir: Path) -> GcReport:
     """Remove results and downloads, the last used last, until there are at most `max_bytes`.
 
     A result with a blob whose digest occurs in any `build_dir/*/*/*/manifest.json` stays whatever
-    its age, with its other blobs, so more than `max_bytes` may be left. The manifests are
+    its age, with its other blobs and the results it was made from (or the next build of the bundle
+    would make those again), so more than `max_bytes` may be left. The manifests are
     searched as text, so that one of another schema, or a damaged one, protects its files too.
 
     Builds hold a lock of the store shared while they look up, make and link results; this takes
@@ -87,7 +91,7 @@ def collect(store: Store, max_bytes: int, build_dir: Path) -> GcReport:
     cannot be read (nothing is removed then) or a file cannot be removed.
     """
     with store.alone():
-        named = _named_by_bundles(build_dir)
+        named = set(_named_by_bundles(build_dir))
         sweep(store.root / "scratch")
         blobs, entries = _blobs(store), _records(store)
         holders = Counter(digest for entry in entries for digest in entry.digests)
@@ -97,6 +101,10 @@ def collect(store: Store, max_bytes: int, build_dir: Path) -> GcReport:
             if digest not in holders
         ]
         entries += _downloads(store)
+        while (
+            more := {d for e in entries if e.digests & named for d in e.digests | e.inputs} - named
+        ):
+            named |= more
         used = {d for entry in entries if entry.digests & named for d in entry.digests}
         sizes = {digest: info.st_size for digest, info in blobs.items()}
         total = sum(sizes.values()) + sum(entry.size for entry in entries)
@@ -158,9 +166,14 @@ def _records(store: Store) -> list[_Entry]:
             record: Record | None = store.peek(key) if is_digest(key) else None
             info = path.stat()
             # A broken record holds nothing and is as old as can be.
-            digests = frozenset(b.sha256 for b in record.outputs.values()) if record else ()
+            digests = {key, *(b.sha256 for b in record.outputs.values())} if record else set()
+            if record and record.stage == "proof":  # goes and stays with the module it is of
+                digests.add(str(record.fields.get("compile")))
+            inputs = _DIGEST.findall(json.dumps(record.fields)) if record else ()
             last_use = info.st_mtime_ns if record else 0
-            entries.append(_Entry(last_use, path, info.st_size, frozenset(digests)))
+            entries.append(
+                _Entry(last_use, path, info.st_size, frozenset(digests), frozenset(inputs))
+            )
     return entries
 
 

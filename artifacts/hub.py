@@ -148,7 +148,8 @@ class Hub:
         again = "go on from the bytes that are here" if name else "try again"
         raise UserError(
             f"{where}: the hub at {self.endpoint} {began} ({reason}); run the same command to "
-            f"{again}, or build from the recipe's configuration without weights: params=none"
+            f"{again}, or build without weights, from a recipe that has the config (as mamba2-130m "
+            "does): params=none"
         ) from error
 
     def _refusal(self, error: Any, revision: str) -> str:

@@ -64,6 +64,11 @@ def _graphs(args: argparse.Namespace) -> None:
     from emit.stablehlo import lower
 
     model, shape = Model.of(read_config_file(args.config)), Shape.parse(args.shape)
+    if shape.context is not None and all(spec.kind == "fixed" for spec in model.state):
+        raise EmitError(
+            f"shape {shape.name}: {model.name} keeps no KV cache, so there is no context to bound; "
+            f"leave out -c{shape.context}"
+        )
     params = param_structs(model, args.weights)
     eos: tuple[int, ...] = ()
     if args.generation_config:

@@ -147,7 +147,7 @@ def _entry_rows(checks: list[Check]) -> Iterable[Row]:
     """One row for each entry that is right, one for each wrong tensor of the others."""
 
     def detail(check: Check) -> str:
-        return f"within {check.error:.1e} (≤ {check.tolerance:.0e})"
+        return f"within {check.error:.1e} (≤ {check.tolerance:.1e})"
 
     for function in dict.fromkeys(check.function for check in checks):
         mine = [check for check in checks if check.function == function]
@@ -191,11 +191,11 @@ def check_prompt(
         scale = max(1.0, *(abs(value) for value in top.values()))
         error = _largest(abs(float(row[token]) - value) for token, value in top.items()) / scale
         if error > limit:
-            return Row(what, False, f"token {step}: top logits off by {error:.1e} (≤ {limit:.0e})")
+            return Row(what, False, f"token {step}: top logits off by {error:.1e} (≤ {limit:.1e})")
         worst = max(worst, error)
     count = len(prompt.generated)
     equal = f"{count - ties} tokens equal" + (f", {ties} near ties" if ties else "")
-    return Row(what, True, f"{equal}, top logits within {worst:.1e} (≤ {limit:.0e})")
+    return Row(what, True, f"{equal}, top logits within {worst:.1e} (≤ {limit:.1e})")
 
 
 def _largest(errors: Iterable[float]) -> float:
