@@ -169,6 +169,8 @@ def _records(store: Store) -> list[_Entry]:
             digests = {key, *(b.sha256 for b in record.outputs.values())} if record else set()
             if record and record.stage == "proof":  # goes and stays with the module it is of
                 digests.add(str(record.fields.get("compile")))
+            if record and record.stage == "weight-type":  # with what the same files became
+                digests.update(_DIGEST.findall(json.dumps(record.fields.get("files"))))
             inputs = _DIGEST.findall(json.dumps(record.fields)) if record else ()
             last_use = info.st_mtime_ns if record else 0
             entries.append(
