@@ -23,7 +23,7 @@ from artifacts import gc, plan
 from artifacts.job import Job
 from artifacts.store import Store, default_root
 from recipes import resolve
-from runtime.errors import UserError, report
+from runtime.errors import UserError, quiet_interrupt, report
 from runtime.manifest import load
 
 BUILD = Path("build")
@@ -69,6 +69,7 @@ def make_job(given: dict[str, str | None]) -> Job:
     return Job(model, target, shape, weights, params=given["params"] is None, proof=proof)
 
 
+quiet_interrupt()
 try:
     resolve.check_words(sys.argv[1:], WORDS)
     GIVEN = {word: get_var(word, None) for word in WORDS}
@@ -84,30 +85,30 @@ def builder() -> plan.Plan:
     return plan.Plan(Store(default_root()), JOB, BUILD)
 
 
-class Told(Exception):
-    """A program failed and has said why."""
-
-
 def action(function: Callable[[], object]) -> Callable[[], bool]:
-    """`function` as a doit action: a UserError is one line and fails the task."""
+    """`function` as a doit action: False fails the task, and so does a UserError, in one line."""
 
     def run() -> bool:
         try:
-            function()
-        except Told:
-            return False
+            return function() is not False
         except UserError as error:
             report(error)
             return False
-        return True
 
     return run
 
 
-def command(*argv: str | Path) -> None:
-    """Run a program of this environment; Told if it fails."""
-    if subprocess.run([sys.executable, "-m", *map(str, argv)], check=False).returncode:
-        raise Told
+def command(*argv: str | Path) -> bool:
+    """Run a program of this environment, which tells why if it fails; whether it ended well."""
+    return subprocess.run([sys.executable, "-m", *map(str, argv)], check=False).returncode == 0
+
+
+def ready(name: str) -> bool:
+    """Whether the stage is done; what keeps it from being looked up is told when it runs."""
+    try:
+        return builder().ready(name)
+    except UserError:
+        return False
 
 
 def task_stages():
@@ -122,7 +123,7 @@ def task_stages():
         yield {
             "basename": name,
             "actions": [action(partial(lambda stage: builder().run(stage), name))],
-            "uptodate": [partial(lambda stage: builder().ready(stage), name)],
+            "uptodate": [partial(ready, name)],
             "task_dep": before,
             "params": [NO_PROOF],
             "doc": doc,
@@ -160,9 +161,9 @@ def task_demo():
     prompt = "In the beginning"
     options = ("--max-tokens", "120", "--temperature", "0.7", "--top-p", "0.9", "--seed", "1")
 
-    def run() -> None:
+    def run() -> bool:
         print(f"bundle: {BUNDLE}\n\n{prompt}", end="", flush=True)
-        command("runtime", "generate", BUNDLE, "--prompt", prompt, *options)
+        return command("runtime", "generate", BUNDLE, "--prompt", prompt, *options)
 
     return {"actions": [action(run)], "task_dep": ["bundle"]}
 

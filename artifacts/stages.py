@@ -223,6 +223,7 @@ class Stages:
         def produce(scratch: Path) -> dict[str, Path]:
             out = scratch / "out"
             arguments = ["graphs", *self._config_arguments(scratch), "--out", out]
+            arguments += ["--origin", self.checkpoint.dir if self.checkpoint else "the recipe"]
             if generation is not None:
                 (scratch / "generation_config.json").write_text(generation, encoding="utf-8")
                 arguments += ["--generation-config", scratch / "generation_config.json"]

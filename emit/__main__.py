@@ -6,14 +6,27 @@ Run as processes by the build, so that a warm build never imports JAX.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
 import traceback
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from emit.errors import EmitError
+
+
+@contextlib.contextmanager
+def _named(origin: object) -> Iterator[None]:
+    """Begin an EmitError of the block with what it is about, unless it does so already."""
+    try:
+        yield
+    except EmitError as error:
+        if str(error).startswith(str(origin)):
+            raise
+        raise EmitError(f"{origin}: {error}") from error
 
 
 def _convert(args: argparse.Namespace) -> None:
@@ -24,7 +37,9 @@ def _convert(args: argparse.Namespace) -> None:
     checkpoint = open_checkpoint(args.checkpoint)
     if args.expect_config:
         _check_config(json.loads(args.expect_config), checkpoint.config, args.checkpoint)
-    convert(Model.of(checkpoint.config).weight_map, checkpoint, args.weights, args.out)
+    with _named(args.checkpoint):
+        weight_map = Model.of(checkpoint.config).weight_map
+        convert(weight_map, checkpoint, args.weights, args.out)
 
 
 def _type(args: argparse.Namespace) -> None:
@@ -33,7 +48,8 @@ def _type(args: argparse.Namespace) -> None:
     from emit.weights import checkpoint_type, resolve
 
     checkpoint = open_checkpoint(args.checkpoint)
-    weight_map = Model.of(checkpoint.config).weight_map
+    with _named(args.checkpoint):
+        weight_map = Model.of(checkpoint.config).weight_map
     word = checkpoint_type(weight_map, checkpoint, resolve(weight_map, checkpoint))
     (args.out / "type.txt").write_text(word + "\n")
 
@@ -63,7 +79,9 @@ def _graphs(args: argparse.Namespace) -> None:
     from emit.shape import Shape
     from emit.stablehlo import lower
 
-    model, shape = Model.of(read_config_file(args.config)), Shape.parse(args.shape)
+    shape = Shape.parse(args.shape)
+    with _named(args.origin):
+        model = Model.of(read_config_file(args.config))
     if shape.context is not None and all(spec.kind == "fixed" for spec in model.state):
         raise EmitError(
             f"shape {shape.name}: {model.name} keeps no KV cache, so there is no context to bound; "
@@ -106,6 +124,7 @@ def _parser() -> argparse.ArgumentParser:
     kind.set_defaults(run=_type)
     graphs = commands.add_parser("graphs", help="config and shape → <entry>.mlir, interface.json")
     graphs.add_argument("--generation-config", type=Path, help="generation_config.json, for eos")
+    graphs.add_argument("--origin", default="config", help="what to call the config in errors")
     graphs.set_defaults(run=_graphs)
     wanted = commands.add_parser("expect", help="inputs → what JAX computes from them")
     wanted.add_argument("--params", type=Path, required=True)

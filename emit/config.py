@@ -25,6 +25,29 @@ BOOKKEEPING = frozenset(
     attn_implementation _attn_implementation _attn_implementation_autoset""".split()
 )
 
+# How the library's own `generate` samples, which older versions wrote into config.json.
+GENERATION = frozenset(
+    """max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty
+    temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size
+    encoder_no_repeat_ngram_size bad_words_ids num_return_sequences output_scores prefix
+    return_dict_in_generate forced_bos_token_id forced_eos_token_id remove_invalid_values
+    exponential_decay_length_penalty suppress_tokens begin_suppress_tokens""".split()
+)
+# Keys of the base class that would change the graph, at the value that leaves it alone.
+BASE_DEFAULTS: dict[str, Any] = {
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "add_cross_attention": False,
+    "cross_attention_hidden_size": None,
+    "decoder_start_token_id": None,
+    "chunk_size_feed_forward": 0,
+    "pruned_heads": {},
+    "tie_encoder_decoder": False,
+    "use_bfloat16": False,
+    "tf_legacy_loss": False,
+    "quantization_config": None,
+}
+
 
 def read(
     cls: type[T],
@@ -41,7 +64,7 @@ def read(
     `aliases` maps other dialects' key names to field names. Raises EmitError naming every missing,
     mistyped, unsupported and unknown key at once.
     """
-    only = only or {}
+    only = {**BASE_DEFAULTS, **(only or {})}
     values = {(aliases or {}).get(key, key): value for key, value in raw.items()}
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     problems: list[str] = []
@@ -53,7 +76,7 @@ def read(
         elif field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING:
             problems.append(f"{name} is missing")
     for name, value in values.items():
-        if name in fields or name in ignored or name in BOOKKEEPING:
+        if name in fields or name in ignored | BOOKKEEPING | GENERATION:
             continue
         if name not in only:
             problems.append(f"{name} = {json.dumps(value)} is not a known key")

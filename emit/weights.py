@@ -74,10 +74,14 @@ class Param:
 
 @dataclass(frozen=True)
 class WeightMap:
-    """All parameters of a model, and the checkpoint tensors that are known and not used."""
+    """All parameters of a model, and the checkpoint tensors that are known and not used.
+
+    `copies` maps tensors that a checkpoint may hold a second time to the parameter they must equal.
+    """
 
     params: tuple[Param, ...]
     unused: frozenset[str] = field(default_factory=frozenset)
+    copies: Mapping[str, str] = field(default_factory=dict)
 
     def specs(self, weights: str) -> list[irpa.Tensor]:
         """Storage specs in file order."""
@@ -102,10 +106,10 @@ def resolve(weight_map: WeightMap, source: Source) -> dict[str, str]:
     """
     problems: list[str] = []
     chosen: dict[str, str] = {}
-    used = set(weight_map.unused)
+    used = weight_map.unused | set(weight_map.copies)
     for param in weight_map.params:
         present = [name for name in param.source if name in source.tensors]
-        used.update(present)
+        used |= set(present)
         if len(present) != 1:
             what = "is missing" if not present else "is there under two names"
             problems.append(f"{' / '.join(present or param.source)} {what}")
@@ -160,6 +164,7 @@ def convert(weight_map: WeightMap, source: Source, weights: str, out: Path) -> d
     `weights` is `f32`, `bf16` or `f16`. One tensor at a time is in memory.
     """
     chosen = resolve(weight_map, source)
+    _check_copies(weight_map, source, chosen)
     specs = weight_map.specs(weights)
 
     def arrays() -> Iterator[np.ndarray]:
@@ -171,10 +176,22 @@ def convert(weight_map: WeightMap, source: Source, weights: str, out: Path) -> d
     report = {
         "weights": weights,
         "params": [describe(param, weights) for param in weight_map.params],
-        "unused": sorted(set(weight_map.unused) & set(source.tensors)),
+        "unused": sorted((weight_map.unused | set(weight_map.copies)) & set(source.tensors)),
     }
     (out / "params.json").write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
     return report
+
+
+def _check_copies(weight_map: WeightMap, source: Source, chosen: Mapping[str, str]) -> None:
+    """EmitError for a second copy that differs: the config says that it is not used."""
+    for name, param in weight_map.copies.items():
+        if name in source.tensors and not np.array_equal(
+            source.read(name), source.read(chosen[param])
+        ):
+            raise EmitError(
+                f"{source.dir}: {name} differs from {chosen[param]}, but config.json ties them; "
+                'set "tie_word_embeddings": false there if both are meant'
+            )
 
 
 def describe(param: Param, weights: str) -> dict[str, Any]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import io
 import os
 import re
 import sys
@@ -59,6 +60,8 @@ def entry() -> NoReturn:
 
 def main(argv: Sequence[str]) -> int:
     """Run one command line (without the program's name) and return its exit code."""
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a character that it cannot show is no failure
+        sys.stdout.reconfigure(errors="replace")
     try:
         code = _dispatch(list(argv))
         if sys.stdout is not None:

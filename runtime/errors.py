@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+from types import TracebackType
 
 
 class UserError(Exception):
@@ -21,3 +22,15 @@ def report(error: BaseException) -> int:
         traceback.print_exception(error)
     print("error: " + " ".join(str(error).split()), file=sys.stderr)
     return 1
+
+
+def quiet_interrupt() -> None:
+    """Let Ctrl-C end this process with one line instead of a traceback."""
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if issubclass(kind, KeyboardInterrupt):
+            print("error: interrupted; the same command goes on from there", file=sys.stderr)
+        else:
+            sys.__excepthook__(kind, error, trace)
+
+    sys.excepthook = hook

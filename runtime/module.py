@@ -212,8 +212,9 @@ def _checked(bundle: Path, ref: FileRef, manifest: Manifest) -> Path:
     size = path.stat().st_size
     if size != ref.size:
         raise UserError(f"{path}: {size} bytes, expected {ref.size}; rebuild: {manifest.rebuild}")
-    if size <= _HASHED_AT_OPEN_BYTES and ref is manifest.files.module:
-        found = hashlib.sha256(path.read_bytes()).hexdigest()
+    if size <= _HASHED_AT_OPEN_BYTES:
+        with path.open("rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
         if found != ref.sha256:
             raise UserError(
                 f"{path}: sha256 {found[:12]}…, expected {ref.sha256[:12]}…: the file is damaged;"

@@ -292,6 +292,19 @@ def test_a_changed_module_is_not_run(built: Place) -> None:
 
 
 @pytest.mark.iree
+def test_changed_params_are_not_run(built: Place) -> None:
+    flip(built.bundle / "params.irpa")
+    done = built.scanwright(*GENERATE, built.bundle)
+    assert_one_line(done, "params.irpa", "damaged", "doit build model=tiny target=cpu shape=b2-p8")
+
+
+@pytest.mark.parametrize("task", ["build", "explain", "gc"])
+def test_a_cache_that_is_a_file_is_one_line(tmp_path: Path, task: str) -> None:
+    place = Place.new(tmp_path / "place")
+    place.cache.write_text("not a directory")
+    assert_one_line(place.doit(task), str(place.cache), "SCANWRIGHT_CACHE")
+
+
 def test_a_changed_manifest_is_refused(built: Place) -> None:
     path = built.bundle / "manifest.json"
     path.write_text(path.read_text().replace('"schema": 1', '"schema": 1, "extra": 2'))

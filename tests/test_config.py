@@ -218,3 +218,12 @@ def test_state_spec_sizes() -> None:
     spec = StateSpec("kv", (2, 1, 5, 3), "bf16", 1, "per_position")
     assert spec.batched(4) == (2, 4, 5, 3) and spec.size == 30
     assert spec.struct(4).shape == (2, 4, 5, 3) and spec.struct(4).dtype.name == "bfloat16"
+
+
+def test_keys_of_a_full_dump_pass_at_their_defaults_only() -> None:
+    layers = {"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2}
+    dump = {"is_decoder": False, "pruned_heads": {}, "top_k": 50, "max_length": 20, **layers}
+    assert mamba2.Config.read(dump).num_hidden_layers == 2
+    wrong = {**dump, "is_decoder": True, "layer_types": ["linear_attention", "full_attention"]}
+    with pytest.raises(EmitError, match=r"is_decoder = true is not supported.*layer_types = "):
+        mamba2.Config.read(wrong)

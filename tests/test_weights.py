@@ -116,6 +116,14 @@ def test_biases_the_config_denies_are_extra(tmp_path: Path) -> None:
     assert "2 tensors" in line and "layers.1.mixer.conv1d.bias is not a tensor" in line
 
 
+def test_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
+    tensors = cases.tensors(TIED)
+    tensors["lm_head.weight"] = tensors["backbone.embeddings.weight"] * np.float32(1.01)
+    source = opened(tmp_path / "checkpoint", tensors, TIED)
+    with pytest.raises(EmitError, match=r"lm_head.weight differs from backbone.embeddings.weight"):
+        weights.convert(Model.of(source.config).weight_map, source, "f32", tmp_path)
+
+
 def test_tied_models_may_carry_their_head(tmp_path: Path) -> None:
     tensors = cases.tensors(TIED)
     without = converted(opened(tmp_path / "a", tensors, TIED), "f32", tmp_path / "out_a")

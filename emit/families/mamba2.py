@@ -58,7 +58,10 @@ class Config:
     @classmethod
     def read(cls, raw: Mapping[str, object]) -> Config:
         """Read either dialect of config.json; EmitError lists every key that does not fit."""
-        cfg = config_reader.read(cls, raw, ignored=IGNORED, only={"rms_norm": True})
+        layers = raw.get("num_hidden_layers", cls.num_hidden_layers)
+        kinds = ["linear_attention"] * (layers if isinstance(layers, int) and layers < 1000 else 0)
+        only = {"rms_norm": True, "layer_types": kinds}
+        cfg = config_reader.read(cls, raw, ignored=IGNORED, only=only)
         inner, acts = cfg.num_heads * cfg.head_dim, sorted(nn.ACTIVATIONS)
         wrong = []
         if cfg.expand * cfg.hidden_size != inner:
@@ -102,7 +105,7 @@ def weights(cfg: Config) -> WeightMap:
             vector("norm_f.weight", cfg.hidden_size, prefix, offset=1.0),
             *head,
         ),
-        unused=frozenset({"lm_head.weight"} if cfg.tie_word_embeddings else ()),
+        copies={"lm_head.weight": "embeddings.weight"} if cfg.tie_word_embeddings else {},
     )
 
 
