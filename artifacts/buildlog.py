@@ -62,4 +62,9 @@ class BuildLog:
             return
         path = directory / FILE_NAME
         with explained(path), path.open("a", encoding="utf-8") as out:
-            out.writelines(json.dumps(row, sort_keys=True) + "\n" for row in self.rows)
+            told: set[tuple[str, str]] = set()  # a result is looked up again by later stages
+            for row in self.rows:
+                name = (row["stage"], row.get("key", ""))
+                if name not in told:
+                    out.write(json.dumps(row, sort_keys=True) + "\n")
+                told.add(name)

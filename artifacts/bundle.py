@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import shutil
 import sys
 from functools import partial
@@ -13,6 +11,7 @@ from typing import Any
 
 from artifacts import buildlog
 from artifacts.disk import explained, hash_file, sync, write_new
+from artifacts.locks import locked
 from artifacts.proof import Compiled, compile_and_prove, tolerance
 from artifacts.records import Blob
 from artifacts.stages import Miss, Stages
@@ -35,7 +34,10 @@ def build(stages: Stages, root: Path) -> Path:
             if _wrong(stages, compiled, directory) is not None:
                 raise Miss(None)
             return directory
-        with stages.store.key_lock(_lock_key(directory), f"the bundle {directory}"):
+        with explained(root):
+            root.mkdir(parents=True, exist_ok=True)
+        # In the build directory, not in the cache: another build may use another cache.
+        with locked(root / ".lock", waiting_for=f"another build that writes into {root}"):
             wrong = _wrong(stages, compiled, directory)
             if wrong is not None:
                 if wrong:
@@ -48,10 +50,6 @@ def build(stages: Stages, root: Path) -> Path:
 def compiled_module(stages: Stages) -> Compiled:
     """The stages' module, compiled and proven on a bundle as it would be built."""
     return compile_and_prove(stages, partial(_write, stages))
-
-
-def _lock_key(directory: Path) -> str:
-    return hashlib.sha256(os.fsencode(directory.absolute())).hexdigest()
 
 
 def _files(stages: Stages, compiled: Compiled) -> dict[str, Blob]:

@@ -43,6 +43,10 @@ with open(usage, "w") as out:
 """
 
 
+class Crashed(UserError):
+    """A stage's process was ended by a signal that only its own doing can have raised."""
+
+
 @dataclass(frozen=True)
 class Usage:
     """Wall seconds and the peak resident bytes of a finished process."""
@@ -110,5 +114,7 @@ def run_module(module: str, arguments: Sequence[str | Path], scratch: Path) -> U
         raise UserError(
             f"{step}: killed, most likely out of memory; free some or use a smaller shape"
         )
+    if code < 0:
+        raise Crashed(f"{step}: crashed ({signal.Signals(-code).name})")
     detail = lines[-1] if lines else f"exit code {code}"
     raise UserError(f"{step}: failed: {detail}; SCANWRIGHT_DEBUG=1 shows all of its output")

@@ -32,8 +32,9 @@ from runtime.vmfb import bytecode_version
 # model, more for each layer). All arithmetic is float32 whatever type the weights are stored in,
 # so the types share one bound. Sums in another order differ by some 1e-7 in each layer, and what a
 # layer adds the next ones amplify: measured 1e-6 for 3 layers, 2.4e-6 for 5, 2e-5 for 24 of random
-# weights. Wrong code was never below 1e-3.
-TOLERANCE: dict[str, tuple[float, float]] = dict.fromkeys(("f32", "bf16", "f16"), (1e-5, 3e-6))
+# weights. What the compiler got wrong was never below 1e-3; an epsilon ten times too small costs
+# 1.5e-5 with 3 layers.
+TOLERANCE: dict[str, tuple[float, float]] = dict.fromkeys(("f32", "bf16", "f16"), (3e-6, 3e-6))
 
 
 @dataclass(frozen=True)
@@ -192,8 +193,12 @@ def _prove(
         write_bundle(compiled, bundle, proving=True)
         arguments: list[str | Path] = ["check", bundle, "--device", device, "--seed", str(SEED)]
         arguments += ["--expected", expected, "--out", out]
-        stages.log.add(_run_check(arguments, scratch))
-        verdict["problem"] = worst(json.loads(out.read_text()))
+        try:
+            stages.log.add(_run_check(arguments, scratch))
+            verdict["problem"] = worst(json.loads(out.read_text()))
+        except process.Crashed as error:
+            verdict["problem"] = str(error)
+            out.write_text("[]\n")
         shutil.rmtree(bundle)
         return {"rows.json": out}
 

@@ -223,6 +223,7 @@ PLANTS = [
     (tail_one_early, [(conv, "scan")], {"prefill_8"}),
     (length_ignored, [(ssd, "scan")], {"prefill_8"}),
     (eps_tenth, [(nn, "gated_group_rms_norm")], {"prefill_8", "decode"}),
+    (eps_tenth, [(nn, "rms_norm")], {"prefill_8", "decode"}),
     (eps_tenfold, [(nn, "rms_norm")], {"prefill_8", "decode"}),
     (weight_in_bf16, [(nn, "linear")], {"prefill_8", "decode"}),
 ]
@@ -382,6 +383,6 @@ def test_nan_is_an_error_beyond_all_limits() -> None:
     wrong = right.copy()
     wrong[1, 2] = np.nan
     row = Check("decode", "logits", min(whole_error(wrong, right), 1.7e308), LIMIT)
-    assert proof.worst([asdict(row)]) == "decode: logits: not finite, allowed 1.9e-05"
+    assert proof.worst([asdict(row)]) == "decode: logits: not finite, allowed 1.2e-05"
     assert whole_error(right[:1], right) == float("inf")
     assert proof.worst([asdict(replace(row, error=LIMIT))]) is None
