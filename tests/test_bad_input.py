@@ -363,7 +363,7 @@ def on_small_disk(place: Place, where: Path, size: str, *words: str) -> tuple[Do
     listing = place.home / "listing"
     script = (
         f'mount -t tmpfs -o size={size} none "{where}" || exit 99; "$@"; code=$?; '
-        f'find "{place.build}" -type f -o -name ".*" > "{listing}"; exit $code'
+        f'find "{place.build}" -type f ! -name .lock > "{listing}"; exit $code'
     )
     done = place.run(
         ["unshare", "--mount", "--map-root-user", "sh", "-c", script, "sh",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -88,10 +87,12 @@ def check(got: Checkpoint, files: dict[str, bytes], names: list[str]) -> None:
         assert (got.dir / name).read_bytes() == files[name]
 
 
-def subprocess_fetch(place: Place, code: str = "", **options: Any) -> subprocess.Popen[str]:
+def subprocess_fetch(
+    place: Place, code: str = "", before: str = "", **options: Any
+) -> subprocess.Popen[str]:
     """`fetch` in a process of its own, which finds the hub in HF_ENDPOINT; prints the directory."""
     program = (
-        f"import sys, pathlib\nfrom artifacts.fetch import fetch\n"
+        f"{before}\nimport sys, pathlib\nfrom artifacts.fetch import fetch\n"
         f"from runtime.errors import UserError, report\n"
         f"try:\n  got = fetch({SOURCE!r}, None, pathlib.Path({str(place.root)!r}), "
         f"pathlib.Path({str(place.lock)!r}))\n"
@@ -424,9 +425,8 @@ def test_full_disk_in_the_middle_is_one_line_and_leaves_nothing(
     hub: HubServer, place: Place
 ) -> None:
     limit = 600_000
-    process = subprocess_fetch(
-        place, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    )
+    small = f"import resource as r\nr.setrlimit(r.RLIMIT_FSIZE, ({limit}, {limit}))"
+    process = subprocess_fetch(place, before=small)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
     assert err.count("\n") == 1 and "model.safetensors: no space to write" in err
