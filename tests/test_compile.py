@@ -165,15 +165,15 @@ def test_target_compiles(tmp_path: Path, entries: dict, cpu_cache: Path, name: s
 
 
 @pytest.mark.slow
-def test_every_flag_list_of_every_target_compiles_every_weight_type(
+def test_every_safe_flag_list_of_every_target_compiles(
     tmp_path: Path, entries: dict, cpu_cache: Path
 ) -> None:
+    """With the narrowest type; the fast flags are those of every other test."""
     out = tmp_path / "model.vmfb"
     for target in every_target():
         cpu = cpu_flags(target, cpu_cache)
-        for flags in (target.flags, *target.safe_flags):
-            for weights in target.weights:
-                compile_module(entries[weights], [*flags, *cpu], out)
+        for flags in target.safe_flags:
+            compile_module(entries[target.weights[-1]], [*flags, *cpu], out)
 
 
 def test_peak_memory_is_the_compilers_and_not_this_process(tmp_path: Path, entries: dict) -> None:

@@ -20,7 +20,7 @@ from runtime import manifest as manifests
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_BYTES = 4e9  # of the emitting process and of the compiler
-SHAPE = "b4-p32+256"
+SHAPE = "b4-p256"
 PARAMETERS = {"mamba2-2.7b": 2.7e9, "mamba-codestral-7b": 7.3e9}
 
 
