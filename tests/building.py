@@ -50,7 +50,7 @@ def seen(event, args):
 
 
 def inside(args):
-    return any(str(a).startswith("build") or "/work/build" in str(a) for a in args)
+    return any(str(a).startswith("build") or "work/build" in str(a) for a in args)
 
 
 def writes(args):
