@@ -20,7 +20,6 @@ from pathlib import Path
 from artifacts.disk import explained, no_space
 from artifacts.link import MODULE, link
 from artifacts.process import run_logged
-from artifacts.tools import versions
 from runtime.errors import UserError
 
 PACKAGE = "iree-base-compiler"
@@ -35,11 +34,6 @@ class CompileStats:
     seconds: float
     peak_rss_bytes: int
     size: int
-
-
-def compiler_version() -> str:
-    """The installed compiler package's version, without importing it. Raises UserError."""
-    return versions([PACKAGE])[PACKAGE]
 
 
 def compiler_path() -> Path:

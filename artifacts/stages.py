@@ -25,6 +25,7 @@ from artifacts.sources import source_digest
 from artifacts.store import Store
 from artifacts.tools import versions
 from runtime.errors import UserError
+from runtime.manifest import byte_size
 
 Produce = Callable[[Path], Mapping[str, Path]]
 
@@ -256,14 +257,8 @@ class Stages:
         """The parameters to run with: converted, or random ones of a small weight-free bundle."""
         if self.convert is not None:
             return self.convert
-        sizes = {"f32": 4, "bf16": 2, "f16": 2, "i8": 1}
-        total = 0
-        for spec in self.interface["params"]:
-            elements = 1
-            for size in spec["shape"]:
-                elements *= size
-            total += elements * sizes[spec["dtype"]]
-        if total > RANDOM_PARAMS_LIMIT:
+        specs = self.interface["params"]
+        if sum(byte_size(p["dtype"], p["shape"]) for p in specs) > RANDOM_PARAMS_LIMIT:
             return None
         fields = {
             "interface": self.emit.outputs["interface.json"].sha256,

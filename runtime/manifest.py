@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -22,14 +23,14 @@ Dtype = Literal["f32", "bf16", "f16", "i32", "i8"]
 _ADVICE = "rebuild the bundle with doit build model=… target=…"
 
 
-def byte_size(dtype: str, shape: tuple[int, ...]) -> int:
+def byte_size(dtype: str, shape: Sequence[int]) -> int:
     """Bytes of a dense tensor of `shape`."""
     return DTYPE_BYTES[dtype] * math.prod(shape)
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One argument or result of a function."""
+    """Name, dtype and shape: an argument or result of a function."""
 
     name: str
     dtype: Dtype
@@ -81,22 +82,11 @@ class StateSpec:
 
 
 @dataclass(frozen=True)
-class ParamSpec:
+class ParamSpec(TensorSpec):
     """One parameter; random values of it are `offset + scale * standard normal`."""
 
-    name: str
-    dtype: Dtype
-    shape: tuple[int, ...]
     offset: float
     scale: float
-
-    def __post_init__(self) -> None:
-        _check_shape(self.name, self.shape)
-
-    @property
-    def nbytes(self) -> int:
-        """Size in bytes."""
-        return byte_size(self.dtype, self.shape)
 
 
 @dataclass(frozen=True)
@@ -260,10 +250,6 @@ class Manifest:
             if twice := sorted({n for n in names if names.count(n) > 1}):
                 raise ValueError(f"name {twice[0]!r} is used twice")
         _check_functions(self)
-
-    def function(self, name: str) -> FunctionSpec:
-        """The spec of a function that `shape` implies; KeyError for any other name."""
-        return self.functions[name]
 
     @property
     def state_bytes_per_slot(self) -> int:
