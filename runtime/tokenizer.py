@@ -1,7 +1,8 @@
 """The bundle's tokenizer.json, through the `tokenizers` library.
 
 Encoding is what tokenizer.json says: its post-processor puts the begin and end tokens around a
-text, whatever `add_bos_token` in tokenizer_config.json claims (as transformers 5 does). Truncation
+text, whatever `add_bos_token` in tokenizer_config.json claims (as transformers 5 does); a text that
+already has them, such as a rendered chat template, is encoded without. Truncation
 and padding that tokenizer.json may carry are off: a prompt is never shortened without a word.
 Special tokens have no text.
 """
@@ -35,8 +36,8 @@ def load(bundle: Path, files: Sequence[FileRef]) -> Tokenizer | None:
     found = {Path(ref.path).name: ref for ref in files}
     if FILE_NAME not in found:
         return None
-    text = _read(bundle, found[FILE_NAME])
-    config = _read(bundle, found[CONFIG_NAME]) if CONFIG_NAME in found else "{}"
+    text = read_text(bundle, found[FILE_NAME])
+    config = read_text(bundle, found[CONFIG_NAME]) if CONFIG_NAME in found else "{}"
     return Tokenizer(text, config, bundle / found[FILE_NAME].path)
 
 
@@ -69,8 +70,8 @@ class Tokenizer:
         """Number of tokens, added ones included."""
         return self._inner.get_vocab_size(with_added_tokens=True)
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of `text`, with the special tokens the tokenizer puts around a sequence.
+    def encode(self, text: str, special: bool = True) -> list[int]:
+        """Ids of `text`; with `special`, also the tokens the tokenizer puts around a sequence.
 
         Raises UserError if the text is not Unicode (lone surrogates).
         """
@@ -80,7 +81,7 @@ class Tokenizer:
             raise UserError(
                 f"prompt: not UTF-8 at character {error.start}, expected UTF-8 text"
             ) from error
-        return self._inner.encode(text).ids
+        return self._inner.encode(text, add_special_tokens=special).ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of all of `ids` at once, special tokens left out."""
@@ -110,6 +111,34 @@ class Tokenizer:
         for old, new in self._replacements or ():
             word = word.replace(old, new)
         return word.encode()
+
+    @cached_property
+    def pieces(self) -> tuple[bytes, ...]:
+        """What every id stands for in the middle of a text; none for special ids."""
+        return tuple(self.label(token)[1] or b"" for token in range(self.size))
+
+    def label(self, token: int) -> tuple[str, bytes | None]:
+        """What to call a token, and its bytes; None for special and unknown ids, which have none.
+
+        The name is the text of the bytes, `bytes:` and hexadecimal escapes if they are no whole
+        characters, the content of a special token, or `token_id:` and the number.
+        """
+        if token not in self._labels:
+            self._labels[token] = self._label(token)
+        return self._labels[token]
+
+    def _label(self, token: int) -> tuple[str, bytes | None]:
+        word = self._inner.id_to_token(token)
+        if word is None:
+            return f"token_id:{token}", None
+        if token in self._specials:
+            return word, None
+        alone = self._replacements is None
+        return named(data := self.decode([token]).encode() if alone else self.piece(token)), data
+
+    @cached_property
+    def _labels(self) -> dict[int, tuple[str, bytes | None]]:
+        return {}
 
     @cached_property
     def _specials(self) -> frozenset[int]:
@@ -171,7 +200,21 @@ class Tokenizer:
                 )
 
 
-def _read(bundle: Path, ref: FileRef) -> str:
+def named(data: bytes) -> str:
+    """What to call a token of these bytes: their text, or `bytes:` and hexadecimal escapes."""
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def read_object(bundle: Path, ref: FileRef) -> dict[str, Any]:
+    """The JSON object in one of the bundle's files. Raises UserError naming the file."""
+    return _object(read_text(bundle, ref), bundle / ref.path)
+
+
+def read_text(bundle: Path, ref: FileRef) -> str:
+    """A text file of the bundle, if it is the one the manifest lists. Raises UserError."""
     path = bundle / ref.path
     try:
         data = path.read_bytes()
