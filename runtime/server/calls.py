@@ -14,16 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from runtime.dry import DEFAULT_BREAKERS
 from runtime.errors import UserError
 from runtime.request import Request, check_tokens
 from runtime.sampling import SamplingParams
-from runtime.server.fields import ApiError, Fields, checked_number, wrong
+from runtime.server.fields import ApiError, Fields, checked_number, show, wrong
 from runtime.server.model import Model
 
 MAX_BIAS = 1024  # entries of logit_bias
 MAX_PENALTY = 2.0  # OpenAI's range of frequency_penalty and presence_penalty
 MAX_BREAKERS, MAX_BREAKER_CHARS = 16, 64
-DEFAULT_BREAKERS = ("\n", ":", '"', "*")  # llama.cpp's
 _PRIORITIES = 1000
 _ID = re.compile(r"0|[1-9][0-9]{0,9}")
 
@@ -107,7 +107,7 @@ def check_model(fields: Fields, model: Model) -> None:
     if name is not None and name != model.name:
         raise ApiError(
             404,
-            f"model: found {name[:60]!r}, expected {model.name!r}, the one this server has",
+            f"model: found {show(name)}, expected {show(model.name)}, the one this server has",
             "model",
             "model_not_found",
         )
@@ -212,7 +212,7 @@ def check_prompt(
 ) -> tuple[int, ...]:
     """A prompt's ids, if this model can read them. Raises ApiError 400 naming `name`."""
     if not tokens:
-        what = "an empty list" if text is None else f"{text[:60]!r}, which has no tokens"
+        what = "an empty list" if text is None else f"{show(text)}, which has no tokens"
         raise ApiError(400, f"{name}: found {what}, expected at least one token", name)
     context = model.manifest.shape.context
     limit = min(model.limits.prompt_tokens, context or model.limits.prompt_tokens)

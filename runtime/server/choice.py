@@ -178,6 +178,7 @@ class ChoiceText:
 
     def _entry(self, choice: Choice) -> Entry:
         name, data = self._label(choice.token)
+        data = None if choice.eos else data
         if self._count is None or choice.logits is None:
             return Entry(choice.token, name, data, 0)
         found: Logprobs = logprobs(choice.logits, choice.token, self._count)

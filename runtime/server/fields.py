@@ -226,8 +226,8 @@ def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
         keys = [key for key, _ in pairs]
-        twice = next(key for place, key in enumerate(keys) if key in keys[:place])
-        raise ApiError(400, f"{_line(twice)[:_SHOWN]}: found twice in one object, expected once")
+        twice = _line(next(key for key in keys if keys.count(key) > 1))[:_SHOWN]
+        raise ApiError(400, f"{twice}: found twice in one object, expected once", twice)
     return found
 
 

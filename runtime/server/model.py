@@ -14,6 +14,7 @@ from typing import Any
 
 from runtime import manifest as manifests
 from runtime import tokenizer as tokenizers
+from runtime.dry import Breakers
 from runtime.errors import UserError
 from runtime.manifest import Manifest
 from runtime.server import template as templates
@@ -63,7 +64,7 @@ class Model:
     limits: Limits = field(default_factory=Limits)
     name: str = ""
     created: int = field(default_factory=lambda: int(time.time()))
-    _lists: OrderedDict[tuple[str, ...], Any] = field(default_factory=OrderedDict, repr=False)
+    _lists: OrderedDict[tuple[str, ...], Breakers] = field(default_factory=OrderedDict, repr=False)
     _lock: Any = field(default_factory=threading.Lock, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -93,18 +94,19 @@ class Model:
         digest = hashlib.sha256(manifests.dumps(self.manifest).encode()).hexdigest()
         return f"fp_{digest[:12]}"
 
-    def breakers(self, strings: Sequence[str]) -> Any:
+    def breakers(self, strings: Sequence[str]) -> Breakers:
         """DRY's sequence breakers for these strings; the latest few lists are kept.
 
-        The model must have a tokenizer.
+        Raises UserError for a model without a tokenizer.
         """
-        from runtime.dry import Breakers
-
-        assert self.tokenizer is not None
-        key = tuple(strings)
+        tokenizer, key = self.tokenizer, tuple(strings)
+        if tokenizer is None:
+            raise UserError("dry_sequence_breakers: found some, expected a model with a tokenizer")
         with self._lock:
             if key not in self._lists:
-                self._lists[key] = Breakers(key, self.tokenizer.pieces)
+                self._lists[key] = Breakers.of(
+                    key, tokenizer.pieces, lambda text: tokenizer.encode(text, special=False)
+                )
             self._lists.move_to_end(key)
             while len(self._lists) > _BREAKERS:
                 self._lists.popitem(last=False)

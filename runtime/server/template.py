@@ -166,8 +166,10 @@ class _Sandbox(ImmutableSandboxedEnvironment):
         """The result of an intercepted operator."""
         if operator == "**" and not (_small(left) and _small(right)):
             raise _TooMuch("a power of large numbers")
-        if operator == "*" and _length(left) * _length(right) > MAX_CHARS:
-            raise _TooMuch(f"more than {MAX_CHARS} characters")
+        sequences = (str, list, tuple)
+        if operator == "*" and (isinstance(left, sequences) or isinstance(right, sequences)):
+            if _length(left) * _length(right) > MAX_CHARS:
+                raise _TooMuch(f"more than {MAX_CHARS} characters")
         if operator == "%" and isinstance(left, str) and _WIDE.search(left):
             raise _TooMuch("a % format that is too wide")
         return super().call_binop(context, operator, left, right)
