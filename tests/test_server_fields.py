@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import api_model
@@ -445,7 +446,7 @@ def test_a_model_without_tokenizer_or_template_says_so() -> None:
 @pytest.mark.parametrize("name", ["prompt_tokens", "completion_tokens", "n", "choices"])
 def test_limits_are_checked(name: str) -> None:
     with pytest.raises(UserError, match=f"{name}: found 0, expected 1 or more"):
-        Limits(**{name: 0})
+        replace(Limits(), **{name: 0})
 
 
 GOOD = [
