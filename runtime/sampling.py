@@ -1,144 +1,246 @@
 """Sampling of one row of logits on the host, seeded per request.
 
-The chain is temperature, top-k, top-p, min-p, each over what the one before it left:
-
-- temperature T: p = softmax(logits / T); 0 means greedy, the argmax.
-- top-k: the k largest (ties: the lower id first); 0 means off.
-- top-p: the shortest list of largest probabilities (ties: the lower id first) whose sum, of the
-  probabilities renormalised after top-k, reaches p; always at least one; 1 means off.
-- min-p: those with a probability of at least p times the largest; 0 means off.
-
-The definitions of the filters are those of llama.cpp (llama-sampling.cpp); temperature comes first,
-as in vLLM and transformers. The token is drawn by inverse CDF over the surviving ids in ascending
-order, with exactly one uniform number a token, so the generator's position is the token count.
+Bias and penalties (runtime.penalties) change the logits, temperature and filters (runtime.filters)
+make probabilities of them, and the token is drawn with exactly one uniform number, so the
+generator's position is the count of tokens drawn. One row, history and seed always give one token:
+no step depends on threads, on the other rows or on where the row lies in memory.
 """
 
 from __future__ import annotations
 
 import math
+import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass
+from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from runtime.dry import Breakers
 from runtime.errors import UserError
+from runtime.filters import Row, filtered, largest
+from runtime.penalties import Penalties
 
-Row = NDArray[np.floating]
+_MOST_BIASES = 1024
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How one request picks its tokens. Raises UserError that names the field."""
+    """How one request picks its tokens. Raises UserError that names the field.
+
+    `repetition_penalty` is 1 when off, the other penalties and `dry_multiplier` 0: see
+    runtime.penalties and runtime.dry. `dry_penalty_last_n` -1 means the whole history, 0 turns DRY
+    off; without `dry_breakers` nothing ends a repetition. `logit_bias` holds (token id, bias from
+    -100 to 100), every id once.
+    """
 
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int | None = None
+    repetition_penalty: float = 1.0
+    frequency_penalty: float = 0.0
+    presence_penalty: float = 0.0
+    dry_multiplier: float = 0.0
+    dry_base: float = 1.75
+    dry_allowed_length: int = 2
+    dry_penalty_last_n: int = -1
+    dry_breakers: Breakers | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise UserError(
-                f"temperature: found {self.temperature}, expected a finite number, 0 (greedy) or"
-                " more"
-            )
-        if self.top_k < 0:
-            raise UserError(f"top-k: found {self.top_k}, expected 0 (off) or more")
-        for name, value in (("top-p", self.top_p), ("min-p", self.min_p)):
-            if not 0 <= value <= 1:
-                raise UserError(f"{name}: found {value}, expected a number from 0 to 1")
-        if self.seed is not None and self.seed < 0:
-            raise UserError(f"seed: found {self.seed}, expected an integer of 0 or more")
+        _number("temperature", self.temperature, 0, "a finite number, 0 (greedy) or more")
+        _whole("top-k", self.top_k, 0, "0 (off) or more")
+        _number("top-p", self.top_p, 0, "a number from 0 to 1", 1)
+        _number("min-p", self.min_p, 0, "a number from 0 to 1", 1)
+        if self.seed is not None:
+            _whole("seed", self.seed, 0, "an integer from 0 to 2**64 - 1", 2**64 - 1)
+        _number(
+            "repetition-penalty", self.repetition_penalty, 1e-6, "a number from 1e-6 to 1e6", 1e6
+        )
+        for name in ("frequency", "presence"):
+            value = getattr(self, f"{name}_penalty")
+            _number(f"{name}-penalty", value, -2, "a number from -2 to 2", 2)
+        _number("dry-multiplier", self.dry_multiplier, 0, "a number from 0 (off) to 1e6", 1e6)
+        _number("dry-base", self.dry_base, 1, "a number from 1 to 1e6", 1e6)
+        _whole("dry-allowed-length", self.dry_allowed_length, 0, "an integer of 0 or more")
+        _whole("dry-penalty-last-n", self.dry_penalty_last_n, -1, "-1 (all), 0 (off) or more")
+        self._check_bias()
 
     @property
     def greedy(self) -> bool:
-        """Whether every token is the argmax, so that no logits are needed."""
+        """Whether every token is the argmax of the logits, bias and penalties included."""
         return self.temperature == 0
+
+    @property
+    def penalises(self) -> bool:
+        """Whether the repetition, frequency or presence penalty is on."""
+        return (self.repetition_penalty, self.frequency_penalty, self.presence_penalty) != (1, 0, 0)
+
+    @property
+    def dries(self) -> bool:
+        """Whether DRY is on."""
+        return self.dry_multiplier > 0 and self.dry_penalty_last_n != 0
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether the logits are changed before the temperature."""
+        return self.penalises or self.dries or bool(self.logit_bias)
+
+    @property
+    def needs_logits(self) -> bool:
+        """False only when the argmax of the raw logits is the answer."""
+        return not self.greedy or self.adjusts
+
+    def check_vocab(self, vocab_size: int) -> None:
+        """Raise UserError if a token id is outside a vocabulary."""
+        for token, _ in self.logit_bias:
+            if token >= vocab_size:
+                raise UserError(
+                    f"logit-bias: found token id {token}, expected 0 to {vocab_size - 1}"
+                )
+
+    def _check_bias(self) -> None:
+        if len(self.logit_bias) > _MOST_BIASES:
+            raise UserError(
+                f"logit-bias: found {len(self.logit_bias)} entries, expected at most {_MOST_BIASES}"
+            )
+        for token, bias in self.logit_bias:
+            _whole("logit-bias", token, 0, "token ids of 0 or more")
+            _number(f"logit-bias of token id {token}", bias, -100, "a number from -100 to 100", 100)
+        if len({token for token, _ in self.logit_bias}) != len(self.logit_bias):
+            raise UserError("logit-bias: found a token id twice, expected each id once")
+
+
+def _number(name: str, value: Any, least: float, expected: str, most: float = math.inf) -> None:
+    """Raise UserError unless `value` is a finite number of `least` to `most`."""
+    try:
+        good = isinstance(value, Real) and not isinstance(value, bool)
+        good = good and math.isfinite(value) and least <= float(value) <= most
+    except OverflowError:  # an integer beyond f64
+        good = False
+    if not good:
+        raise UserError(f"{name}: found {_shown(value)}, expected {expected}")
+
+
+def _whole(name: str, value: Any, least: int, expected: str, most: float = 2**63 - 1) -> None:
+    """Raise UserError unless `value` is an integer of `least` to `most`."""
+    good = isinstance(value, Integral) and not isinstance(value, bool)
+    if not (good and least <= int(value) <= most):
+        raise UserError(f"{name}: found {_shown(value)}, expected {expected}")
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, int) and abs(value) >= 10**40:
+        return f"an integer of {value.bit_length()} bits"
+    text = repr(value) if not isinstance(value, Real) else str(value)
+    return text if len(text) <= 40 else text[:40] + "…"
 
 
 class Sampler:
-    """One request's random stream (PCG64; an unseeded request draws its seed from the system)."""
+    """One request's choices: its random stream (PCG64) and its history for the penalties.
 
-    def __init__(self, params: SamplingParams) -> None:
-        self.params = params
-        self._rng = np.random.Generator(np.random.PCG64(params.seed))
-
-    def sample(self, logits: Row) -> int:
-        """Pick the next token id from raw logits f32[V]. Raises UserError on NaN or +inf."""
-        if self.params.greedy:
-            return int(np.argmax(checked(logits)))
-        ids, probs = candidates(logits, self.params)
-        cdf = np.cumsum(probs)
-        place = int(np.searchsorted(cdf, self._rng.random() * cdf[-1], side="right"))
-        return int(ids[min(place, len(ids) - 1)])
-
-
-def candidates(
-    logits: Row, params: SamplingParams
-) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Surviving ids, ascending, and their probabilities f64 (sum 1, none is 0 or NaN).
-
-    `logits` is one raw row f32[V]; `params.temperature` must be above 0. Raises UserError on NaN
-    or +inf.
+    `prompt` and `generated` are the token ids so far; `draws` uniform numbers were already used,
+    so that a request can go on where it was. Without a seed one is drawn from the system.
     """
-    row = checked(logits)
-    if 0 < params.top_k < row.size:
-        ids = np.sort(largest(row, params.top_k))
-    else:
-        ids = np.arange(row.size)
-    scaled = row[ids].astype(np.float64)
-    with np.errstate(over="ignore", under="ignore"):
-        weights = np.exp((scaled - scaled.max()) / params.temperature)
-    keep = np.flatnonzero(weights)
-    if params.top_p < 1:
-        keep = keep[_nucleus(weights[keep], scaled[keep], params.top_p)]
-    if params.min_p > 0:
-        keep = keep[weights[keep] >= params.min_p]
-    return ids[keep], weights[keep] / weights[keep].sum()
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        prompt: Sequence[int] = (),
+        generated: Sequence[int] = (),
+        draws: int = 0,
+    ) -> None:
+        self.params = params
+        self.seed = secrets.randbits(63) if params.seed is None else int(params.seed)
+        self.draws = draws
+        bits = np.random.PCG64(self.seed)
+        bits.advance(draws)
+        self._rng = np.random.Generator(bits)
+        self._penalties = Penalties(params, prompt, generated) if params.adjusts else None
+
+    def sample(self, logits: NDArray[np.floating]) -> int:
+        """Pick the next token id from raw logits f32[V], and record it.
+
+        Raises UserError on NaN or +inf.
+        """
+        row, top = checked(logits)
+        if self._penalties is not None:
+            row = self._penalties.apply(row)
+            top = row.max()
+        if self.params.greedy:
+            token = int(np.argmax(row))
+        else:
+            token = filtered(row, top, self.params).draw(self._rng.random())
+            self.draws += 1
+        self.record(token)
+        return token
+
+    def record(self, token: int) -> None:
+        """Append a token that was chosen elsewhere to the history; no uniform is used."""
+        if self._penalties is not None:
+            self._penalties.record(token)
 
 
-def largest(values: Row, count: int) -> NDArray[np.int64]:
-    """Indices of the `count` largest values, best first, ties by the lower index."""
-    if count >= values.size:
-        return np.argsort(-values, kind="stable")
-    edge = np.partition(values, values.size - count)[values.size - count]
-    above = np.flatnonzero(values > edge)
-    level = np.flatnonzero(values == edge)[: count - above.size]
-    found = np.sort(np.concatenate([above, level]))
-    return found[np.argsort(-values[found], kind="stable")]
+@dataclass(frozen=True)
+class Logprobs:
+    """Of one token: natural log of its probability, its rank (1 is the best; ties: the lower id
+    first), and the best ids with theirs, best first."""
+
+    logprob: float
+    rank: int
+    top: tuple[tuple[int, float], ...]
 
 
-def top_logits(logits: Row, count: int) -> list[tuple[int, float]]:
+def logprobs(logits: NDArray[np.floating], token: int, count: int) -> Logprobs:
+    """Log-softmax in f64 of one raw row f32[V] (no bias, penalty or temperature) at `token` and at
+    the `count` largest; entries at -inf are left out of these. Raises UserError on NaN or +inf."""
+    row, top = checked(logits)
+    total = float(top) + math.log(np.exp(row.astype(np.float64) - float(top)).sum())
+    better = np.count_nonzero(row > row[token]) + np.count_nonzero(row[:token] == row[token])
+    best = tuple((i, x - total) for i, x in top_logits(row, count))
+    return Logprobs(float(row[token]) - total, int(better) + 1, best)
+
+
+def top_logits(logits: NDArray[np.floating], count: int) -> list[tuple[int, float]]:
     """The `count` largest raw logits of one row f32[V] as (id, logit), best first, ties by lower
     id; entries at -inf are left out. Raises UserError on NaN or +inf."""
-    row = checked(logits)
-    return [(int(i), float(row[i])) for i in largest(row, count) if np.isfinite(row[i])]
+    row, _ = checked(logits)
+    ids = largest(row, count)
+    ids = ids[np.argsort(-row[ids], kind="stable")]
+    return [(int(i), float(row[i])) for i in ids if np.isfinite(row[i])]
 
 
-def checked(logits: Row) -> Row:
-    """The same row, if it is one a token can be picked from. Raises UserError otherwise."""
-    top = logits.max() if logits.ndim == 1 and logits.size else math.nan
-    if not np.isfinite(top):  # max() of a row with a NaN is NaN
-        bad = np.flatnonzero(np.isnan(logits) | np.isposinf(logits))
-        where = f"{logits.flat[bad[0]]} at token id {bad[0]}" if bad.size else "no finite value"
+def checked(logits: NDArray[np.floating]) -> tuple[Row, np.float32]:
+    """The row as f32[V], contiguous, and its largest entry, if a token can be picked from it.
+
+    Raises UserError if not.
+    """
+    row = np.ascontiguousarray(logits, np.float32)
+    top = row.max() if logits.ndim == 1 and row.size else np.float32(np.nan)
+    if not math.isfinite(top):  # max() of a row with a NaN is NaN
+        bad = np.flatnonzero(np.isnan(row) | np.isposinf(row))
+        where = f"{row.flat[bad[0]]} at token id {bad[0]}" if bad.size else "no finite value"
         raise UserError(
             f"logits: found {where}, expected finite numbers; the module is wrong on this device:"
             " run scanwright verify on the bundle"
         )
-    return logits
+    return row, top
 
 
-def _nucleus(weights: Row, row: Row, mass: float) -> NDArray[np.int64]:
-    """Indices, ascending, of the shortest best-first list that holds `mass` of the weights' sum.
+def candidates(
+    logits: NDArray[np.floating], params: SamplingParams
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Surviving ids, ascending, and their probabilities f64 (sum 1, none is 0 or NaN), bias and
+    penalties left out.
 
-    Ranked by logit, not by weight: two logits may underflow to one weight.
+    `logits` is one raw row f32[V]; `params.temperature` must be above 0. Raises UserError on NaN
+    or +inf.
     """
-    need = mass * weights.sum()
-    count = min(256, weights.size)
-    while True:
-        best = largest(row, count)
-        reached = np.cumsum(weights[best])
-        if reached[-1] >= need or count == weights.size:
-            keep = int(np.searchsorted(reached, need, side="left")) + 1
-            return np.sort(best[:keep])
-        count = min(count * 16, weights.size)
+    kept = filtered(*checked(logits), params)
+    places = np.flatnonzero(kept.weights)
+    weights = kept.weights[places].astype(np.float64)
+    return places if kept.ids is None else kept.ids[places], weights / weights.sum()
