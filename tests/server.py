@@ -172,8 +172,9 @@ class Server:
     def send(self, body: Any, path: str = "/v1/completions") -> socket.socket:
         """A raw connection with a whole POST sent and nothing read."""
         data = json.dumps(body).encode()
+        key = [] if self._key is None else [f"Authorization: Bearer {self._key}"]
         sock = self.connect()
-        sock.sendall(post(path, data) + data)
+        sock.sendall(post(path, data, *key) + data)
         return sock
 
     def slots(self) -> dict[str, Any]:
