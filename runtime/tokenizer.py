@@ -133,8 +133,10 @@ class Tokenizer:
             return f"token_id:{token}", None
         if token in self._specials:
             return word, None
-        alone = self._replacements is None
-        return named(data := self.decode([token]).encode() if alone else self.piece(token)), data
+        is_byte = self._byte_fallback and _BYTE_TOKEN.fullmatch(word)
+        if self._replacements is None and not is_byte:
+            return (text := self.decode([token])), text.encode()
+        return named(data := self.piece(token)), data
 
     @cached_property
     def _labels(self) -> dict[int, tuple[str, bytes | None]]:

@@ -124,6 +124,11 @@ def test_special_tokens_and_a_refusal_by_hand() -> None:
     assert "Roles must alternate user/assistant" in refused(MERGING, [ASSISTANT])
 
 
+def test_blocks_take_their_line_with_them() -> None:
+    text = "a\n  {% if true %}\n  b{{ 1 }}\n  {% endif %}\n{# c #}\nd\n"
+    assert render(text) == "a\n  b1\nd"
+
+
 def test_json_is_not_escaped_for_html() -> None:
     assert render("{{ messages[0].content | tojson }}") == json.dumps(
         USER["content"], ensure_ascii=False
@@ -206,6 +211,7 @@ RUNAWAYS = [
     ("{{ messages.append(1) }}", "unsafe"),
     ("{{ ''.__class__.__mro__ }}", "unsafe"),
     ("{{ raise_exception('no\nway') }}", "refused them: no way"),
+    ("{{ lipsum(n=10) }}", "'lipsum' is undefined"),
     ("{% include 'x' %}", "refused them: no loader"),
     ("{{ {1: 2} | tojson(indent=messages) }}", "messages: "),
     ("{{ 1 | nofilter }}", ""),

@@ -178,6 +178,9 @@ def test_the_end_token_has_a_score_and_no_text() -> None:
         last = answer.entries[-1]
         assert (last.name, last.data, last.offset) == ("<|endoftext|>", None, len(answer.text))
         assert last.logprob == pytest.approx(log_softmax(row(9))[EOS], abs=1e-9)
+    text = ChoiceText(completion(logprobs=0), 0)
+    piece = text.push(Choice(70, row(0), eos=True))  # an end id that is no special token
+    assert piece.text == "" and [entry.data for entry in piece.entries] == [None]
     special, _ = run(completion(logprobs=0), scored([EOS, EOS, 70]))
     assert [len(piece.entries) for piece in special] == [1, 1, 1, 0]
 
@@ -220,6 +223,33 @@ def test_a_window_tokenizer_keeps_text_and_tokens_together() -> None:
     assert offsets == [0, 3, 4, 8, 9, 13, 14]
 
 
+def test_a_window_tokenizer_holds_tokens_while_it_holds_text() -> None:
+    words = ["<unk>", "a", "<0x80>", "<0xC3>", "<0xA9>", "x"]
+    inner = tokenizers.Tokenizer(
+        models.BPE(vocab={word: i for i, word in enumerate(words)}, merges=[], unk_token="<unk>")
+    )
+    inner.add_special_tokens(["<s>"])
+    stages = [decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 0, 1)]
+    inner.decoder = decoders.Sequence(stages)
+    model = Model(api_model.manifest(), Tokenizer(inner.to_str()), None, Limits())
+    call = completion(model, prompt=[1], logprobs=0, stop="x")
+
+    def steps(*tokens: int) -> list[tuple[str, list[str]]]:
+        shown, _ = run(call, scored(tokens))
+        return [(piece.text, [entry.name for entry in piece.entries]) for piece in shown]
+
+    broken = "bytes:\\x80"
+    assert steps(2, 6, 1) == [("", []), ("", []), ("\ufffda", [broken, "<s>", "a"]), ("", [])]
+    assert steps(3, 6, 4, 5) == [
+        ("", []),
+        ("", []),
+        ("é", ["bytes:\\xc3", "<s>", "bytes:\\xa9"]),
+        ("", []),
+        ("", []),
+    ]
+    assert steps(1, 2) == [("a", ["a"]), ("", []), ("", [broken])]
+
+
 def test_a_bundle_without_tokenizer_gives_ids() -> None:
     call = completion(api_model.bare(), logprobs=1)
     shown, text = run(call, scored([7, 8]))
@@ -251,6 +281,12 @@ def read_prompt(call: Call, index: int = 0) -> list[Choice]:
         Choice(token, row(100 + place) if place else None, prompt=True)
         for place, token in enumerate(prompt)
     ]
+
+
+def test_every_choice_repeats_its_own_prompt() -> None:
+    call = completion(prompt=["the cat", "a dog"], n=2, echo=True)
+    found = [Answer.join(run(call, [], index=i)[0], None).text for i in range(4)]
+    assert found == ["the cat", "the cat", "a dog", "a dog"]
 
 
 def test_echo_with_scores_is_what_a_harness_sums() -> None:
@@ -291,6 +327,20 @@ def test_a_prompt_that_the_tokenizer_puts_a_space_before() -> None:
 
 
 def test_tokens_of_one_name_keep_the_best_score() -> None:
+    words = {"<unk>": 0, "▁a": 1, " a": 2}
+    inner = tokenizers.Tokenizer(models.BPE(vocab=words, merges=[], unk_token="<unk>"))
+    inner.decoder = decoders.Metaspace()
+    model = Model(api_model.manifest(vocab=3), Tokenizer(inner.to_str()), None, Limits())
+    values = np.array([0.0, 1.0, 2.0], np.float32)
+    call = completion(model, prompt=[1], logprobs=3)
+    shown, _ = run(call, [Choice(1, values)])
+    (choice,) = objects.whole(call, [Answer.join(shown, None)], {})["choices"]
+    (top,) = choice["logprobs"]["top_logprobs"]
+    assert top == {" a": pytest.approx(log_softmax(values)[2]), "<unk>": pytest.approx(-2.4076059)}
+    assert choice["logprobs"]["token_logprobs"] == [pytest.approx(log_softmax(values)[1])]
+
+
+def test_the_logarithm_of_zero_is_a_number() -> None:
     unique = [b"a", b"\xf0", b"\xf1"]
     model = Model(api_model.manifest(vocab=4), of_pieces(unique), None, Limits())
     values = np.array([-np.inf, 1.0, 2.0, 0.0], np.float32)

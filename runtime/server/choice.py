@@ -147,7 +147,6 @@ class ChoiceText:
         """What was held back until no more tokens come."""
         rest = self._decoder.finish() if self._decoder is not None and not self.stopped else ""
         out = self._stops.push(rest) + self._stops.finish()
-        self._row.offset += len(rest)
         self._row.close()
         piece = self._piece(out)
         if ending.reason in ("stop", "length"):
