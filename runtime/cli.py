@@ -21,16 +21,33 @@ from typing import TYPE_CHECKING, NoReturn
 from runtime.errors import UserError, report
 
 if TYPE_CHECKING:
+    from runtime.sampling import SamplingParams
     from runtime.tokenizer import Tokenizer
 
 # command: (module with add_arguments(parser) and run(args) -> exit code, what it does)
 COMMANDS = {
     "generate": ("runtime.cli", "stream text from a bundle"),
     "inspect": ("runtime.inspect", "say what a bundle is"),
+    "serve": ("runtime.server.run", "serve a bundle over HTTP"),
     "verify": ("runtime.verify", "check a bundle's digests and its reference on this device"),
+    "selftest": ("runtime.selftest", "check that requests do not disturb each other here"),
     "bench": ("runtime.bench", "measure a bundle on this device"),
 }
 _DESCRIPTION = "Run a Scanwright bundle."
+# field of SamplingParams: default, placeholder, meaning
+_SAMPLING = (
+    ("temperature", 0.0, "T", "0 (greedy) or more"),
+    ("top_k", 0, "K", "keep the K largest"),
+    ("top_p", 1.0, "P", "keep this mass"),
+    ("min_p", 0.0, "M", "keep M times the largest or more"),
+    ("repetition_penalty", 1.0, "R", "above 1: make ids of the whole text less likely"),
+    ("frequency_penalty", 0.0, "A", "subtract A for each time an id was generated"),
+    ("presence_penalty", 0.0, "A", "subtract A from ids that were generated"),
+    ("dry_multiplier", 0.0, "A", "DRY: above 0, make what would repeat a passage less likely"),
+    ("dry_base", 1.75, "B", "DRY: penalty grows with B to the length of the passage"),
+    ("dry_allowed_length", 2, "N", "DRY: passages up to N tokens may repeat"),
+    ("dry_penalty_last_n", -1, "N", "DRY: look back N tokens, -1 for all"),
+)
 
 
 class Parser(argparse.ArgumentParser):
@@ -106,7 +123,7 @@ def _dispatch(argv: list[str]) -> int:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `scanwright generate`."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="bundle directory")
-    prompt = parser.add_mutually_exclusive_group(required=True)
+    prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
     prompt.add_argument(
         "--tokens", metavar="1,2,3", type=_token_ids, help="token ids to continue (no tokenizer)"
@@ -120,18 +137,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--seed", metavar="S", type=int, help="same seed, same tokens (default: fresh)"
     )
-    group.add_argument("--temperature", metavar="T", type=float, default=0.0)
-    group.add_argument("--top-k", metavar="K", type=int, default=0, help="keep the K largest")
-    group.add_argument("--top-p", metavar="P", type=float, default=1.0, help="keep this mass")
-    group.add_argument(
-        "--min-p", metavar="M", type=float, default=0.0, help="keep M times the largest or more"
-    )
+    for name, default, metavar, about in _SAMPLING:
+        flag = "--" + name.replace("_", "-")
+        kind = type(default)
+        group.add_argument(flag, metavar=metavar, type=kind, default=default, help=about)
     parser.add_argument(
         "--stop", metavar="STR", action="append", default=[], help="end before this text; repeats"
     )
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the end token")
     parser.add_argument(
         "--top-logits", metavar="K", type=int, default=0, help="report K logits a token (--json)"
+    )
+    parser.add_argument(
+        "--session", metavar="F", type=Path, help="go on with a conversation saved in F"
+    )
+    parser.add_argument(
+        "--save-session", metavar="F", type=Path, help="save the conversation to F at the end"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
@@ -144,39 +165,55 @@ def run(args: argparse.Namespace) -> int:
     import time
 
     from runtime import manifest as manifests
+    from runtime import saved as conversations
     from runtime import tokenizer as tokenizers
-    from runtime.generate import Request, generate
-    from runtime.sampling import SamplingParams
+    from runtime.request import Request
     from runtime.text import TextStream
 
     started = time.perf_counter()
-    sampling = SamplingParams(args.temperature, args.top_k, args.top_p, args.min_p, args.seed)
     if args.top_logits and not args.json:
         raise UserError("top-logits: found without --json, expected --json beside it")
+    if args.top_logits < 0:
+        raise UserError(f"top-logits: found {args.top_logits}, expected 0 (off) or more")
     _check_directory(args.bundle)
     manifest = manifests.load(args.bundle)
     tokenizer = tokenizers.load(args.bundle, manifest.files.tokenizer)
-    prompt = _prompt(args, tokenizer)
-    request = Request(prompt, args.max_tokens, sampling, args.ignore_eos, args.top_logits)
+    sampling = _sampling(args, tokenizer)
+    saved = None if args.session is None else conversations.load(args.session, manifest)
+    request = Request(
+        prompt=_prompt(args, tokenizer),
+        max_tokens=args.max_tokens,
+        sampling=sampling,
+        ignore_eos=args.ignore_eos,
+        logits=args.top_logits > 0,
+        saved=saved,
+        keep=args.save_session is not None,
+    )
     request.check(manifest)
     if args.stop and tokenizer is None:
         raise UserError(f"stop: {_no_tokenizer(args.bundle)}; leave --stop out")
-    stream = None if tokenizer is None else TextStream(tokenizer.stream(prompt), args.stop)
+    before = (*(saved.tokens if saved else ()), *request.prompt)
+    stream = None if tokenizer is None else TextStream(tokenizer.stream(before), args.stop)
 
+    from runtime.engine import Engine
+    from runtime.generate import generate
     from runtime.module import open_bundle
     from runtime.session import Session
 
     device = open_bundle(args.bundle, manifest, args.device)
-    session = Session(device, manifest)
+    engine = Engine(Session(device, manifest), manifest)
     open_s = time.perf_counter() - started
     show = (lambda token, text: None) if args.json else _Printer(tokenizer is None)
-    result = generate(session, device, manifest, request, stream, show)
+    result = generate(engine, request, stream, show, args.top_logits)
     if args.json:
         import json
 
         print(json.dumps(result.to_json(open_s), allow_nan=False))
     else:
         print()
+    if args.save_session is not None:
+        assert result.saved is not None
+        conversations.save(result.saved, manifest, args.save_session)
     return 0
 
 
@@ -196,10 +233,22 @@ class _Printer:
             print(text, end="", flush=True)
 
 
+def _sampling(args: argparse.Namespace, tokenizer: Tokenizer | None) -> SamplingParams:
+    """What the sampling flags ask for. Raises UserError."""
+    from runtime.sampling import SamplingParams
+
+    fields = {name: getattr(args, name) for name, *_ in _SAMPLING}
+    return SamplingParams(**fields, seed=args.seed)
+
+
 def _prompt(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[int, ...]:
-    """Token ids of whichever prompt was given."""
+    """Token ids of whichever prompt was given; a saved conversation needs none."""
     if args.tokens is not None:
         return args.tokens
+    if args.prompt is None and args.prompt_file is None:
+        if args.session is None:
+            raise UserError("prompt: found none, expected --prompt, --tokens or --prompt-file")
+        return ()
     flag = "prompt" if args.prompt is not None else "prompt-file"
     if tokenizer is None:
         raise UserError(f"{flag}: {_no_tokenizer(args.bundle)}; give ids with --tokens 1,2,3")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import importlib
+from collections.abc import Sequence
 from typing import Any
 
 import ml_dtypes
@@ -156,6 +157,14 @@ class Hal:
         raw = np.dtype(np.uint16) if dtype.kind == "V" else dtype
         mapped = buffer.map() if self.local else self._staged(buffer)
         return np.array(mapped.asarray(buffer.shape, raw)).view(dtype)
+
+    def rows(self, buffer: Buffer, indices: Sequence[int]) -> list[np.ndarray[Any, Any]]:
+        """Host copies of some rows (along the first axis) of a buffer."""
+        if not self.local:
+            whole = self.to_host(buffer)
+            return [whole[i] for i in indices]
+        mapped = buffer.map().asarray(buffer.shape, _DTYPE_OF[int(buffer.element_type)])
+        return [np.array(mapped[i]) for i in indices]
 
     def _staged(self, buffer: Buffer) -> Any:
         """Copy the device buffer into host-visible memory and map that."""

@@ -6,6 +6,8 @@ trailing newline; no times, hosts or absolute paths, so that the same inputs giv
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import math
 import re
 from collections.abc import Sequence
@@ -255,6 +257,11 @@ class Manifest:
     def state_bytes_per_slot(self) -> int:
         """Bytes of state of one slot, all tensors."""
         return sum(spec.nbytes for spec in self.state)
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """SHA-256 of the canonical manifest, and so of everything in the bundle."""
+        return hashlib.sha256(dumps(self).encode()).hexdigest()
 
     @property
     def rebuild(self) -> str:

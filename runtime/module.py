@@ -47,6 +47,10 @@ class Device(Protocol):
         """Copy a buffer to the host."""
         ...
 
+    def rows(self, buffer: Buffer, indices: Sequence[int]) -> list[np.ndarray[Any, Any]]:
+        """Copy some rows (along the first axis) of a buffer to the host."""
+        ...
+
     def zeros(self, dtype: str, shape: tuple[int, ...]) -> Buffer:
         """A zero-filled buffer; dtype is a manifest word."""
         ...
@@ -85,6 +89,7 @@ class Module:
         self.uri = hal.uri
         self.to_device = hal.to_device
         self.to_host = hal.to_host
+        self.rows = hal.rows
         self.zeros = hal.zeros
         self._keep = keep
         self._context = rt.VmContext(vm, modules)
