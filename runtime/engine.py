@@ -337,12 +337,13 @@ class Engine:
             return None
         to_host, specs = self._session.device.to_host, self.manifest.state
         state = {s.name: to_host(buffer) for s, buffer in zip(specs, buffers, strict=True)}
-        before = ticket.request.saved
-        own = ticket.request.prompt or before is None
+        before, given = ticket.request.saved, ticket.prompt_end
+        if before is not None and not ticket.request.prompt:
+            given = before.prompt_tokens
         return Saved(
             bundle=self.manifest.digest,
             tokens=tuple(ticket.tokens),
-            prompt_tokens=ticket.prompt_end if own else before.prompt_tokens,
+            prompt_tokens=given,
             fed=ticket.fed,
             seed=ticket.sampler.seed,
             draws=ticket.sampler.draws,

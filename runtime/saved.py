@@ -68,6 +68,12 @@ class Saved:
                 f" {manifest.shape.name}); a state is good for the bundle that made it alone:"
                 " open that one, or start again from the text"
             )
+        vocab = manifest.model.vocab_size
+        if odd := [token for token in self.tokens if not 0 <= token < vocab]:
+            raise UserError(
+                f"saved conversation: token id {odd[0]}, expected 0 to {vocab - 1}; start again"
+                " from the text"
+            )
 
     def arrays(self, manifest: Manifest) -> list[NDArray[Any]]:
         """The state in the manifest's order."""

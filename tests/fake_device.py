@@ -142,7 +142,7 @@ class FakeDevice:
         hash_, ids = hash_.copy(), ids.copy()
         logits = np.full((len(tokens), V), np.nan, np.float32)
         argmax = np.full(len(tokens), -1, np.int32)
-        for slot in np.flatnonzero(active):
+        for slot in np.flatnonzero(active).tolist():
             self._feed(hash_, ids, slot, int(tokens[slot]), int(positions[slot]))
             logits[slot] = self._logits(hash_, ids, slot)
             argmax[slot] = np.argmax(logits[slot])

@@ -5,17 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import api_model
 import pytest
 
+from runtime import manifest as mf
 from runtime.errors import UserError
 from runtime.manifest import FileRef
 from runtime.server.chat import parse_chat
 from runtime.server.fields import ApiError
-from runtime.server.model import Model
+from runtime.server.model import Limits, Model
 from runtime.server.template import MAX_CHARS, MAX_STEPS, ChatTemplate, load, special_tokens
 
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>"}
@@ -160,11 +162,8 @@ def test_transformers_renders_the_same(name: str, talk: list[dict[str, str]], pr
     )
     theirs = PreTrainedTokenizerFast(tokenizer_object=inner, **SPECIAL)
     theirs.chat_template = TEMPLATES[name]
-    ours = api_model.model(api_model.Limits(), template=None)
     words = api_model.Tokenizer(inner.to_str())
-    ours = Model(
-        api_model.manifest(vocab=4096), words, ChatTemplate(TEMPLATES[name], SPECIAL), ours.limits
-    )
+    ours = Model(api_model.manifest(vocab=4096), words, ChatTemplate(TEMPLATES[name], SPECIAL))
     data = api_model.body(messages=talk, add_generation_prompt=prompt)
     try:
         want = theirs.apply_chat_template(
@@ -307,3 +306,27 @@ def test_a_changed_template_is_named(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("b")
     with pytest.raises(UserError, match=r"chat_template\.jinja: sha256"):
         load(tmp_path, refs)
+
+
+def test_a_model_opens_with_what_its_bundle_has(tmp_path: Path) -> None:
+    def opened(files: list[FileRef], **more: Any) -> Model:
+        base = api_model.manifest()
+        manifest = replace(base, files=replace(base.files, tokenizer=tuple(files)))
+        (tmp_path / "manifest.json").write_text(mf.dumps(manifest))
+        return Model.open(tmp_path, **more)
+
+    words = (api_model.FILES / "tokenizer.json").read_text("utf-8")
+    refs = write(tmp_path, tokenizer_json=words, chat_template_jinja="{{ messages[0].content }}")
+    model = opened(refs, name="demo")
+    assert model.name == "demo" and model.limits == Limits()
+    call = parse_chat(api_model.body(messages=[USER], model="demo"), model)
+    assert list(call.requests[0].prompt) == api_model.tokenizer().encode(USER["content"])
+    model = opened(refs[:1], limits=api_model.LIMITS)
+    assert model.tokenizer is not None and model.template is None
+    assert model.limits == api_model.LIMITS and model.name == api_model.NAME
+    assert opened(refs[1:]).template is None
+    model = opened([])
+    assert (model.tokenizer, model.template) == (None, None)
+    (tmp_path / "chat_template.jinja").write_text("changed")
+    with pytest.raises(UserError, match=r"chat_template\.jinja: sha256"):
+        opened(refs)

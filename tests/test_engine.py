@@ -164,7 +164,7 @@ def test_the_context_ends_a_request() -> None:
 def test_the_queue_is_bounded_and_first_come_first_served() -> None:
     rig = Rig(slots=1, queue=2)
     sinks = [rig.submit(Request((i,), 3, ignore_eos=True))[1] for i in range(3)]
-    with pytest.raises(QueueFull, match="queue: 3 requests wait, expected at most 2; try again"):
+    with pytest.raises(QueueFull, match=r"queue: 3 requests wait, expected at most 2; try again"):
         rig.submit(Request((9,), 1))
     assert rig.engine.snapshot().rejected == 1
     order: list[int] = []
@@ -328,7 +328,7 @@ def test_a_device_that_fails_ends_everything_with_its_reason(function: str) -> N
         while rig.engine.step():
             pass
     assert all(sink.reason == "error" and "planted" in sink.endings[0].message for sink in sinks)
-    with pytest.raises(UserError, match="engine: stopped, .*planted"):
+    with pytest.raises(UserError, match=r"engine: stopped, .*planted"):
         rig.submit(Request((1,), 1))
     assert rig.engine.step() is False and rig.engine.snapshot().waiting == 0
 

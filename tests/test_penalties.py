@@ -184,7 +184,8 @@ def test_the_repetition_penalty_is_that_of_transformers(penalty: float) -> None:
     prompt, generated = rng.integers(0, 500, 60).tolist(), rng.integers(0, 500, 60).tolist()
     process = RepetitionPenaltyLogitsProcessor(penalty)
     scores: Any = torch.from_numpy(row.copy())[None]
-    want = process(torch.tensor([prompt + generated]), scores)[0].numpy()
+    ids: Any = torch.tensor([prompt + generated])
+    want = process(ids, scores)[0].numpy()
     found = Penalties(SamplingParams(repetition_penalty=penalty), prompt, generated).apply(row)
     np.testing.assert_allclose(found, want, rtol=2e-7)
 
@@ -200,14 +201,15 @@ def test_the_filters_are_those_of_transformers(chain: dict[str, Any]) -> None:
 
     row = (np.random.default_rng(6).standard_normal(5000) * 3).astype(np.float32)
     scores: Any = torch.from_numpy(row.copy())[None].double() / 0.7
+    ids: Any = torch.zeros((1, 0), dtype=torch.long)
     for name, warper in (
         ("top_k", hf.TopKLogitsWarper),
         ("top_p", hf.TopPLogitsWarper),
         ("min_p", hf.MinPLogitsWarper),
     ):
         if name in chain:
-            scores = warper(chain[name])(torch.zeros((1, 0), dtype=torch.long), scores)
+            scores = warper(chain[name])(ids, scores)
     want = scores.softmax(-1)[0].numpy()
-    ids, probs = candidates(row, SamplingParams(0.7, **chain))
-    assert ids.tolist() == np.flatnonzero(want).tolist()
-    np.testing.assert_allclose(probs, want[ids], rtol=5e-6)
+    kept, probs = candidates(row, SamplingParams(0.7, **chain))
+    assert kept.tolist() == np.flatnonzero(want).tolist()
+    np.testing.assert_allclose(probs, want[kept], rtol=5e-6)
