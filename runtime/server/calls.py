@@ -23,7 +23,7 @@ from runtime.server.model import Model
 
 MAX_BIAS = 1024  # entries of logit_bias
 MAX_PENALTY = 2.0  # OpenAI's range of frequency_penalty and presence_penalty
-MAX_BREAKERS, MAX_BREAKER_CHARS = 16, 64
+MAX_BREAKERS, MAX_BREAKER_CHARS = 16, 40
 _PRIORITIES = 1000
 _ID = re.compile(r"0|[1-9][0-9]{0,9}")
 

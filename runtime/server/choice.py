@@ -104,9 +104,12 @@ class _Row:
 
 
 class ChoiceText:
-    """Text and tokens of choice `index` of a call. One thread at a time; no call raises for any
-    token. `stopped`: a stop string is complete. `finish_reason`, after `finish`: stop or length,
-    None if the choice did not come to its end."""
+    """Text and tokens of choice `index` of a call. One thread at a time.
+
+    `stopped`: a stop string is complete. `finish_reason`, after `finish`: stop or length, None if
+    the choice did not come to its end. Any token will do; `push` raises UserError only for logits
+    with NaN or +inf when logprobs are wanted.
+    """
 
     def __init__(self, call: Call, index: int) -> None:
         request = call.requests[index]
