@@ -253,13 +253,14 @@ def _guess(row: Row, scale: _Scale, tail: float) -> tuple[np.float32, np.float32
     weights = scale.few(sample)
     sums = stride * np.cumsum(weights)
     noise = 4 * stride * np.sqrt(np.cumsum(np.square(weights)))
-    low = int((sums + noise).searchsorted(tail))
+    at = int((sums + noise).searchsorted(tail))
+    low = sample[min(at, sample.size - 1)] if at else np.float32(-np.inf)
+    if (sample.size - at) * stride <= _FEW:
+        return low, None
     beyond = sums - noise > tail
-    high = int(beyond.argmax()) + 1 if beyond[-1] else sample.size
-    return (
-        sample[min(low, sample.size - 1)] if low > 0 else np.float32(-np.inf),
-        sample[high] if (sample.size - high) * stride > _FEW else None,
-    )
+    at = int(beyond.argmax()) + 1
+    few = not beyond[-1] or (sample.size - at) * stride <= _FEW
+    return low, None if few else sample[at]
 
 
 def _reach(weights: NDArray[np.float64], need: float) -> int:

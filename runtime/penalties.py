@@ -73,7 +73,7 @@ class Penalties:
         """A changed copy of the raw logits f32[V] of the next token."""
         size, params = len(self._place), self._params
         ids = self._ids[:size]
-        raw = row[ids].astype(np.float64)
+        raw = row.take(ids).astype(np.float64)
         values = raw + self._bias[:size]
         if params.repetition_penalty != 1:
             seen = self._seen[:size]
@@ -88,8 +88,9 @@ class Penalties:
         if self._dry is not None:
             tokens, amounts = self._dry.penalties()
             values[[self._place[token] for token in tokens.tolist()]] -= amounts
-        values = np.clip(values, -_LARGEST, _LARGEST)
-        values[np.isneginf(raw)] = -np.inf
+        np.maximum(values, -_LARGEST, out=values)
+        np.minimum(values, _LARGEST, out=values)
+        values[raw == -np.inf] = -np.inf
         changed = row.copy()
         changed[ids] = values
         return changed
