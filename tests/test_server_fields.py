@@ -10,6 +10,7 @@ from typing import Any
 import api_model
 import pytest
 from api_model import LIMITS, body
+from body_mutations import mutated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -23,8 +24,6 @@ from runtime.server.model import Limits, Model
 
 MODEL = api_model.model()
 MESSAGES = [{"role": "user", "content": "hi"}]
-TEXT_PART = {"type": "text", "text": "a"}
-IMAGE_PART = {"type": "image_url", "image_url": {"url": "data:"}}
 Parse = Callable[[bytes, Model], Call]
 BOTH = pytest.mark.parametrize(
     ("parse", "base"),
@@ -191,50 +190,6 @@ def test_the_context_and_the_deadline_come_from_the_server() -> None:
     assert parse_completion(body(prompt="a"), small).requests[0].max_tokens == 3
 
 
-def test_max_tokens_by_either_name() -> None:
-    assert chat(max_completion_tokens=5).requests[0].max_tokens == 5
-    assert chat(max_completion_tokens=5, max_tokens=5).requests[0].max_tokens == 5
-    error = refused(parse_chat, body(messages=MESSAGES, max_tokens=4, max_completion_tokens=5))
-    assert error.param == "max_tokens"
-
-
-def test_messages_are_plain_text_for_the_template() -> None:
-    template = "{{ messages | tojson }}"
-    model = api_model.model(Limits(), template=template)
-    parts = [TEXT_PART, {"type": "text", "text": "b"}]
-    messages = [
-        {"role": "developer", "content": "be brief", "name": "x", "extra": 1},
-        {"role": "user", "content": parts},
-        {"role": "assistant", "content": None, "tool_calls": None, "refusal": None},
-        {"role": "tool", "content": "42", "tool_call_id": "7"},
-    ]
-    call = parse_chat(body(messages=messages), model)
-    assert json.loads(api_model.tokenizer().decode(call.requests[0].prompt)) == [
-        {"role": "system", "content": "be brief", "name": "x"},
-        {"role": "user", "content": "a\nb"},
-        {"role": "assistant", "content": ""},
-        {"role": "tool", "content": "42", "tool_call_id": "7"},
-    ]
-    model = api_model.model(Limits(), template="{# developer #}" + template)
-    call = parse_chat(body(messages=messages), model)
-    assert "developer" in api_model.tokenizer().decode(call.requests[0].prompt)
-
-
-def test_variables_of_the_template() -> None:
-    model = api_model.model(template="{{ style }}{{ add_generation_prompt }}")
-
-    def text(**fields: Any) -> str:
-        call = parse_chat(body(messages=MESSAGES, **fields), model)
-        return api_model.tokenizer().decode(call.requests[0].prompt)
-
-    kwargs = {"style": "brief"}
-    assert text(chat_template_kwargs=kwargs) == "briefTrue"
-    assert text(chat_template_kwargs=kwargs, add_generation_prompt=False) == "briefFalse"
-    for name in ("messages", "range", "raise_exception"):
-        data = body(messages=MESSAGES, chat_template_kwargs={name: 1})
-        assert refused(parse_chat, data, model).param == "chat_template_kwargs"
-
-
 def test_another_model_is_not_found() -> None:
     error = refused(parse_completion, body(model="gpt-4", prompt="a"), status=404)
     assert (error.param, error.code) == ("model", "model_not_found")
@@ -384,49 +339,6 @@ def test_fields_of_completions(fields: dict, param: str) -> None:
     assert error.param == param and error.message.startswith(f"{param}: found")
 
 
-def in_message(**fields: Any) -> dict[str, Any]:
-    return {"messages": [*MESSAGES, {"role": "user", "content": "b", **fields}]}
-
-
-CHAT: list[tuple[dict[str, Any], str]] = [
-    ({}, "messages"),
-    ({"messages": []}, "messages"),
-    ({"messages": "hi"}, "messages"),
-    ({"messages": ["hi"]}, "messages[0]"),
-    ({"messages": [{"content": "a"}]}, "messages[0].role"),
-    (in_message(role="king"), "messages[1].role"),
-    (in_message(role=1), "messages[1].role"),
-    (in_message(content=None), "messages[1].content"),
-    (in_message(content=1), "messages[1].content"),
-    (in_message(content="\ud800"), "messages[1].content"),
-    (in_message(content=[]), "messages[1].content"),
-    (in_message(content=["a"]), "messages[1].content[0]"),
-    (in_message(content=[TEXT_PART, IMAGE_PART]), "messages[1].content[1].type"),
-    (in_message(content=[{"type": "text"}]), "messages[1].content[0].text"),
-    (in_message(content=[{"text": "a"}]), "messages[1].content[0].type"),
-    (in_message(name=3), "messages[1].name"),
-    (in_message(tool_calls=[{}]), "messages[1].tool_calls"),
-    (in_message(audio={"id": "a"}), "messages[1].audio"),
-    (in_message(content="cat " * 100), "messages"),
-    ({"messages": MESSAGES, "max_tokens": 0}, "max_tokens"),
-    ({"messages": MESSAGES, "max_completion_tokens": "3"}, "max_completion_tokens"),
-    ({"messages": MESSAGES, "logprobs": 1}, "logprobs"),
-    ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-    ({"messages": MESSAGES, "top_logprobs": 1}, "top_logprobs"),
-    ({"messages": MESSAGES, "functions": [{}]}, "functions"),
-    ({"messages": MESSAGES, "tool_choice": "required"}, "tool_choice"),
-    ({"messages": MESSAGES, "chat_template": "x"}, "chat_template"),
-    ({"messages": MESSAGES, "chat_template_kwargs": []}, "chat_template_kwargs"),
-    ({"messages": MESSAGES, "add_generation_prompt": 1}, "add_generation_prompt"),
-]
-
-
-@pytest.mark.parametrize(("fields", "param"), CHAT, ids=lambda v: json.dumps(v)[:40])
-def test_fields_of_chat(fields: dict, param: str) -> None:
-    error = refused(parse_chat, body(**fields))
-    assert error.param == param and error.message.startswith(f"{param}: found")
-
-
 def test_a_model_without_tokenizer_or_template_says_so() -> None:
     bare = api_model.bare()
     call = parse_completion(body(prompt=[1, 2], echo=True, dry_multiplier=1), bare)
@@ -447,63 +359,6 @@ def test_a_model_without_tokenizer_or_template_says_so() -> None:
 def test_limits_are_checked(name: str) -> None:
     with pytest.raises(UserError, match=f"{name}: found 0, expected 1 or more"):
         replace(Limits(), **{name: 0})
-
-
-GOOD = [
-    {"prompt": "the cat", "temperature": 0.7, "stop": ["a", "b"], "logit_bias": {"3": 1}},
-    {"prompt": [[1, 2], [3]], "n": 2, "logprobs": 3, "echo": True, "stream": True, "seed": 3},
-    {
-        "messages": [{"role": "user", "content": [TEXT_PART]}, {"role": "assistant"}],
-        "logprobs": True,
-        "top_logprobs": 2,
-        "stream_options": {"include_usage": True},
-        "stream": True,
-        "dry_multiplier": 1.0,
-        "chat_template_kwargs": {"a": 1},
-    },
-]
-ODD = [
-    None, True, False, 0, 1, -1, 2**31, 2**63, -(2**64), 10**400, 0.5, -0.0, 1e308, "", "a", "é\n",
-    "\ud800", "NaN", [], {}, [[]], [None], [True], ["a"], [1], [[1]], [1e3], {"a": 1},
-    {"type": "text"}, "x" * 3000, [0] * 300, {"": {"": []}},
-]  # fmt: skip
-NAMES = sorted(
-    {name for good in GOOD for name in good}
-    | {name for fields, _ in (*SHARED, *COMPLETIONS, *CHAT) for name in fields}
-)
-
-
-def places(value: Any, at: tuple = ()) -> list[tuple]:
-    """Paths of every value inside a JSON value."""
-    if not isinstance(value, (dict, list)):
-        return [at]
-    items = value.items() if isinstance(value, dict) else enumerate(value)
-    return [at, *(place for key, inner in items for place in places(inner, (*at, key)))]
-
-
-def changed(value: Any, at: tuple, new: Any) -> Any:
-    if not at:
-        return new
-    copy = value.copy()
-    copy[at[0]] = changed(copy[at[0]], at[1:], new)
-    return copy
-
-
-@st.composite
-def mutated(draw: st.DrawFn) -> bytes:
-    """A good body with up to three changes in its fields and up to two in its bytes."""
-    value: Any = draw(st.sampled_from(GOOD))
-    for _ in range(draw(st.integers(0, 3))):
-        odd = draw(st.sampled_from(ODD) | st.floats(allow_nan=False) | st.integers() | st.text())
-        if isinstance(value, dict) and draw(st.booleans()):
-            value = {**value, draw(st.sampled_from(NAMES)): odd}
-        else:
-            value = changed(value, draw(st.sampled_from(places(value))), odd)
-    data = bytearray(json.dumps(value).encode())
-    for _ in range(draw(st.sampled_from([0, 0, 0, 1, 2]))):
-        at = draw(st.integers(0, len(data)))
-        data[at : at + draw(st.integers(0, 2))] = draw(st.binary(max_size=2))
-    return bytes(data)
 
 
 @settings(max_examples=1500, deadline=None)
