@@ -203,7 +203,8 @@ class Company:
         for plan, run in [pair for pair in self._open if pair[1].ending is not None]:
             self._open.remove((plan, run))
             assert run.ending is not None
-            if run.ending.saved is not None and run.ending.reason == "length":
+            whole = len(run.tokens) == plan.request.limit(self._manifest)
+            if run.ending.saved is not None and run.ending.reason == "length" and not whole:
                 self._restore(plan, run, run.ending.saved)
             else:
                 self.events[run.ending.reason] += 1

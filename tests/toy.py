@@ -1,7 +1,8 @@
 """A tiny stateful model with the real calling convention, as text, module and bundle.
 
 Vocabulary 16; h[t] = 0.9 h[t-1] + embed[token] + bank[token] + 0.01 position; a tail of the last
-two embeddings; logits = h @ out + tail. Enough to tell a swapped state, slot or position.
+two embeddings; logits = h @ out + tail. Enough to tell a swapped state, slot or position. A hybrid
+has a KV region too: what h finds in it by attention is added to the input of the logits.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ STATE = (
     mf.StateSpec("h", "f32", (1, D), 0, "fixed"),
     mf.StateSpec("tail", "f32", (2, 1, D), 1, "fixed"),
 )
+CONTEXT = 48  # of the hybrid
+HYBRID_STATE = (*STATE, mf.StateSpec("kv", "f32", (1, CONTEXT, D), 0, "per_position"))
 FLAGS = {
     "local": (
         "--iree-hal-target-device=local",
@@ -52,50 +55,67 @@ def param_specs(device: str, bank_rows: int) -> tuple[mf.ParamSpec, ...]:
     )
 
 
-def _step(params: Any, token: Any, position: Any, h: Any, tail: Any) -> Any:
-    """One token of one row: h [D], tail [2,D] -> (logits [V], h, tail)."""
+def _step(params: Any, token: Any, position: Any, h: Any, tail: Any, *kv: Any) -> Any:
+    """One token of one row: h [D], tail [2,D], maybe kv [C,D] -> (logits [V], state)."""
     embed, out, bank = params
     x = embed[token].astype(jnp.float32)
     h = 0.9 * h + x + bank[token] + 0.01 * position.astype(jnp.float32)
-    logits = h @ out + jnp.tile(tail[0], V // D)
-    return logits, h, jnp.stack([tail[1], x])
+    found, place = h, jnp.arange(CONTEXT)
+    if kv:
+        kv = (jnp.where((place == position)[:, None], x + 0.1 * h, kv[0]),)
+        scores = jnp.where(place <= position, kv[0] @ h / D, -jnp.inf)
+        found = h + jax.nn.softmax(scores) @ jnp.where((place <= position)[:, None], kv[0], 0)
+    logits = found @ out + jnp.tile(tail[0], V // D)
+    return logits, h, jnp.stack([tail[1], x]), *kv
 
 
-def prefill(params: Any, tokens: Any, length: Any, position: Any, h: Any, tail: Any) -> Any:
+def prefill(params: Any, tokens: Any, length: Any, position: Any, *state: Any) -> Any:
     """tokens [1,P], length [1], position [1], state of one slot."""
+    axes = [spec.slot_axis for spec in HYBRID_STATE[: len(state)]]
 
     def body(carry: Any, i: Any) -> Any:
-        _logits, h, tail = carry
-        new = _step(params, tokens[0, i], position[0] + i, h, tail)
+        new = _step(params, tokens[0, i], position[0] + i, *carry[1:])
         keep = i < length[0]
         return tuple(jnp.where(keep, a, b) for a, b in zip(new, carry, strict=True)), None
 
-    start = (jnp.zeros(V, jnp.float32), h[0], tail[:, 0])
-    (logits, h, tail), _ = jax.lax.scan(body, start, jnp.arange(tokens.shape[1]))
+    rows = [jnp.squeeze(x, axis) for x, axis in zip(state, axes, strict=True)]
+    start = (jnp.zeros(V, jnp.float32), *rows)
+    (logits, *rows), _ = jax.lax.scan(body, start, jnp.arange(tokens.shape[1]))
     argmax = jnp.argmax(logits, -1).astype(jnp.int32)
-    return logits[None], argmax[None], h[None], tail[:, None]
+    rows = [jnp.expand_dims(x, axis) for x, axis in zip(rows, axes, strict=True)]
+    return logits[None], argmax[None], *rows
 
 
-def decode(params: Any, tokens: Any, positions: Any, active: Any, h: Any, tail: Any) -> Any:
+def decode(params: Any, tokens: Any, positions: Any, active: Any, *state: Any) -> Any:
     """tokens, positions, active [B], state of B slots."""
-    step = jax.vmap(functools.partial(_step, params), in_axes=(0, 0, 0, 1), out_axes=(0, 0, 1))
-    logits, h2, tail2 = step(tokens, positions, h, tail)
-    on = active > 0
-    h2 = jnp.where(on[:, None], h2, h)
-    tail2 = jnp.where(on[None, :, None], tail2, tail)
-    return logits, jnp.argmax(logits, -1).astype(jnp.int32), h2, tail2
+    axes = tuple(spec.slot_axis for spec in HYBRID_STATE[: len(state)])
+    step = jax.vmap(functools.partial(_step, params), in_axes=(0, 0, *axes), out_axes=(0, *axes))
+    logits, *new = step(tokens, positions, *state)
+
+    def keep(old: Any, got: Any, axis: int) -> Any:
+        on = jnp.expand_dims(active > 0, [i for i in range(old.ndim) if i != axis])
+        return jnp.where(on, got, old)
+
+    state = tuple(map(keep, state, new, axes))
+    return logits, jnp.argmax(logits, -1).astype(jnp.int32), *state
 
 
-def seed(params: Any, slot: Any, h: Any, tail: Any, new_h: Any, new_tail: Any) -> Any:
-    """Replace a slot's rows."""
+def seed(params: Any, slot: Any, *state: Any) -> Any:
+    """Replace a slot's rows: state of B slots, then of one."""
+    half = len(state) // 2
+    axes = [spec.slot_axis for spec in HYBRID_STATE[:half]]
     update = jax.lax.dynamic_update_slice_in_dim
-    return update(h, new_h, slot, 0), update(tail, new_tail, slot, 1)
+    return tuple(
+        update(old, new, slot, axis)
+        for old, new, axis in zip(state[:half], state[half:], axes, strict=True)
+    )
 
 
-def extract(params: Any, slot: Any, h: Any, tail: Any) -> Any:
+def extract(params: Any, slot: Any, *state: Any) -> Any:
     """Copy a slot's rows out."""
+    axes = [spec.slot_axis for spec in HYBRID_STATE[: len(state)]]
     cut = jax.lax.dynamic_slice_in_dim
-    return cut(h, slot, 1, 0), cut(tail, slot, 1, 1)
+    return tuple(cut(x, slot, 1, axis) for x, axis in zip(state, axes, strict=True))
 
 
 def graph(name: str) -> Any:
@@ -160,8 +180,10 @@ def make_manifest(
     files: mf.Files,
     bytecode: str,
     slots: int = SLOTS,
+    hybrid: bool = False,
 ) -> mf.Manifest:
     """The toy's manifest."""
+    state, context = (HYBRID_STATE, CONTEXT) if hybrid else (STATE, None)
     return mf.Manifest(
         schema=1,
         model=mf.ModelInfo("toy", "toy", "dir:toy", None, "0" * 64, V, (0,), None),
@@ -175,10 +197,10 @@ def make_manifest(
             bytecode,
             FLAGS[device],
         ),
-        shape=mf.ShapeInfo(f"b{slots}-p4+8", slots, CHUNKS, None),
+        shape=mf.ShapeInfo(f"b{slots}-p4+8", slots, CHUNKS, context),
         files=files,
-        functions=mf.expected_functions(V, slots, CHUNKS, STATE),
-        state=STATE,
+        functions=mf.expected_functions(V, slots, CHUNKS, state),
+        state=state,
         params=params,
         numerics=mf.Numerics("bf16", "f32", "f32", None),
         prefix_sharing=False,
@@ -204,25 +226,27 @@ def jax_params(params: tuple[mf.ParamSpec, ...], number: int) -> list[Any]:
     return out
 
 
-def greedy(params: list[Any], prompt: list[int], count: int) -> tuple[list[int], list[Any]]:
+def greedy(
+    params: list[Any], prompt: list[int], count: int, hybrid: bool = False
+) -> tuple[list[int], list[Any]]:
     """Generate token by token with the JAX step: (tokens, logits of each)."""
-    h, tail = jnp.zeros(D), jnp.zeros((2, D))
+    state = [jnp.zeros(D), jnp.zeros((2, D)), *[jnp.zeros((CONTEXT, D))] * hybrid]
     logits = None
     for i, token in enumerate(prompt):
-        logits, h, tail = _step(params, token, jnp.asarray(i), h, tail)
+        logits, *state = _step(params, token, jnp.asarray(i), *state)
     tokens, every = [], []
     for i in range(count):
         assert logits is not None
         every.append(np.asarray(logits))
         tokens.append(int(np.argmax(every[-1])))
-        logits, h, tail = _step(params, tokens[-1], jnp.asarray(len(prompt) + i), h, tail)
+        logits, *state = _step(params, tokens[-1], jnp.asarray(len(prompt) + i), *state)
     return tokens, every
 
 
-def _reference(params: list[Any]) -> dict[str, Any]:
+def _reference(params: list[Any], hybrid: bool) -> dict[str, Any]:
     prompts = []
     for prompt in ([3], [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]):
-        tokens, every = greedy(params, prompt, 8)
+        tokens, every = greedy(params, prompt, 8, hybrid)
         top = [[[int(i), float(row[i])] for i in np.argsort(-row)[:4]] for row in every]
         gap = min(t[0][1] - t[1][1] for t in top)
         prompts.append({"tokens": prompt, "generated": tokens, "top_logits": top, "min_gap": gap})
@@ -232,26 +256,30 @@ def _reference(params: list[Any]) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=8)
 def bundle(
-    device: str = "local", bank_rows: int = V, weight_free: bool = False, slots: int = SLOTS
+    device: str = "local",
+    bank_rows: int = V,
+    weight_free: bool = False,
+    slots: int = SLOTS,
+    hybrid: bool = False,
 ) -> Path:
     """A bundle directory of the toy (built once a process; copy it before changing it)."""
     out = Path(tempfile.mkdtemp(prefix="toy-"))
     atexit.register(shutil.rmtree, out, ignore_errors=True)
     specs = param_specs(device, bank_rows)
-    functions = mf.expected_functions(V, slots, CHUNKS, STATE)
+    functions = mf.expected_functions(V, slots, CHUNKS, HYBRID_STATE if hybrid else STATE)
     parts = [emit(name, spec, specs) for name, spec in functions.items()]
     text = "module @model {\n" + parts[0][0] + "\n" + "\n".join(p[1] for p in parts) + "\n}\n"
     compile_text(text, device, out / "model.vmfb")
     (out / "model.mlir").unlink()
     write_archive(specs, 7, out / "params.irpa")
-    (out / "reference.json").write_text(json.dumps(_reference(jax_params(specs, 7))))
+    (out / "reference.json").write_text(json.dumps(_reference(jax_params(specs, 7), hybrid)))
     params = None if weight_free else _ref(out / "params.irpa")
     reference = None if weight_free else _ref(out / "reference.json")
     if weight_free:
         (out / "params.irpa").unlink()
         (out / "reference.json").unlink()
     files = mf.Files(_ref(out / "model.vmfb"), params, reference, ())
-    toy = make_manifest(device, specs, files, bytecode_version(out / "model.vmfb"), slots)
+    toy = make_manifest(device, specs, files, bytecode_version(out / "model.vmfb"), slots, hybrid)
     (out / mf.FILE_NAME).write_text(mf.dumps(toy))
     return out
 
