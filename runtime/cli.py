@@ -235,10 +235,19 @@ class _Printer:
 
 def _sampling(args: argparse.Namespace, tokenizer: Tokenizer | None) -> SamplingParams:
     """What the sampling flags ask for. Raises UserError."""
+    import dataclasses
+
+    from runtime.dry import DEFAULT_BREAKERS, Breakers
     from runtime.sampling import SamplingParams
 
     fields = {name: getattr(args, name) for name, *_ in _SAMPLING}
-    return SamplingParams(**fields, seed=args.seed)
+    params = SamplingParams(**fields, seed=args.seed)
+    if tokenizer is not None and params.dries:
+        breakers = Breakers.of(
+            DEFAULT_BREAKERS, tokenizer.pieces, lambda text: tokenizer.encode(text, special=False)
+        )
+        params = dataclasses.replace(params, dry_breakers=breakers)
+    return params
 
 
 def _prompt(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[int, ...]:

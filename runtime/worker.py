@@ -85,7 +85,9 @@ class Worker:
         with self._wake:
             self._draining = self._closed = True
             self._notify()
-        if self._thread.is_alive():
+        if self._thread.ident is None:
+            self._end()
+        else:
             self._thread.join()
 
     def _notify(self) -> None:
@@ -101,6 +103,9 @@ class Worker:
                     break
                 self._busy, self._work = True, False
             self._step()
+        self._end()
+
+    def _end(self) -> None:
         self._engine.cancel_all("server: shut down")
         self._step()
 
