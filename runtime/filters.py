@@ -13,10 +13,9 @@ as in vLLM and transformers. The draw is by inverse CDF over the surviving ids i
 
 Accuracy. Few survivors have weights in f64. Many have weights exp(z), z = (logit - largest) / T, in
 f32: two roundings of z and one of the exponential make a relative error of at most
-(3 + |z|) * 2**-23, so that no set of tokens has a probability that is off by more than 2e-6, and
-probabilities below 1e-37 times the largest may be 0. A top-p whose sum falls that close to p may
-end a token sooner or later than in exact arithmetic. Temperatures beyond 1e-30 and 1e30 act as
-these.
+(3 + |z|) * 2**-23 down to weights of 1e-37, below which digits are lost, so that no set of tokens
+has a probability that is off by more than 2e-6. A top-p whose sum falls that close to p may end a
+token sooner or later than in exact arithmetic. Temperatures beyond 1e-30 and 1e30 act as these.
 """
 
 from __future__ import annotations
@@ -142,7 +141,7 @@ class _Scale:
         """The least f32 whose weight is at least `weight`, above 0 and at most 1."""
         exact = float(self.top) + self.temperature * math.log(weight)
         value = np.float32(exact)
-        return value if value >= exact else np.nextafter(value, np.float32(np.inf))
+        return value if float(value) >= exact else np.nextafter(value, np.float32(np.inf))
 
 
 @dataclass(frozen=True)
