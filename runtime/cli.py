@@ -50,6 +50,10 @@ _SAMPLING = (
 )
 
 
+class UsageError(UserError):
+    """Arguments that do not go together: exit code 2."""
+
+
 class Parser(argparse.ArgumentParser):
     """argparse with one-line errors and no abbreviations."""
 
@@ -92,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
         _discard_stdout()
         return 141
     except UserError as error:
-        return report(error)
+        return report(error) and (2 if isinstance(error, UsageError) else 1)
     except OSError as error:
         if error.filename is None:
             _discard_stdout()
@@ -171,6 +175,7 @@ def run(args: argparse.Namespace) -> int:
     from runtime.text import TextStream
 
     started = time.perf_counter()
+    _check_usage(args)
     if args.top_logits and not args.json:
         raise UserError("top-logits: found without --json, expected --json beside it")
     if args.top_logits < 0:
@@ -233,6 +238,15 @@ class _Printer:
             print(text, end="", flush=True)
 
 
+def _check_usage(args: argparse.Namespace) -> None:
+    given = (args.prompt, args.tokens, args.prompt_file, args.session)
+    if all(value is None for value in given):
+        raise UsageError(
+            "one of the arguments --prompt --tokens --prompt-file --session is required"
+            " (see scanwright generate --help)"
+        )
+
+
 def _sampling(args: argparse.Namespace, tokenizer: Tokenizer | None) -> SamplingParams:
     """What the sampling flags ask for. Raises UserError."""
     import dataclasses
@@ -255,8 +269,6 @@ def _prompt(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[int,
     if args.tokens is not None:
         return args.tokens
     if args.prompt is None and args.prompt_file is None:
-        if args.session is None:
-            raise UserError("prompt: found none, expected --prompt, --tokens or --prompt-file")
         return ()
     flag = "prompt" if args.prompt is not None else "prompt-file"
     if tokenizer is None:

@@ -75,6 +75,8 @@ def generate(
         pass
     ending = sink.ending
     assert ending is not None
+    if sink.failure is not None:
+        raise sink.failure
     if ending.reason == "error":
         raise UserError(ending.message)
     return sink.result
@@ -86,6 +88,7 @@ class _Collect:
     def __init__(self, result: Result, stream: TextStream | None, show: Show, top: int) -> None:
         self.result = result
         self.ending: Ending | None = None
+        self.failure: Exception | None = None
         self._stream = stream
         self._show = show
         self._top = top
@@ -97,7 +100,7 @@ class _Collect:
         if result.top_logits is not None and choice.logits is not None:
             result.top_logits.append(top_logits(choice.logits, self._top))
         self._add(choice.token, "" if choice.eos or not stream else stream.push(choice.token))
-        return stream is not None and stream.stopped
+        return self.failure is not None or (stream is not None and stream.stopped)
 
     def finish(self, ending: Ending) -> None:
         """See Sink.finish."""
@@ -115,7 +118,10 @@ class _Collect:
 
     def _add(self, token: int | None, text: str) -> None:
         self.result.text += text
-        self._show(token, text)
+        try:
+            self._show(token, text)
+        except Exception as error:  # a closed pipe, say: for the caller, not for the engine
+            self.failure = self.failure or error
 
 
 def _rate(count: int, seconds: float) -> float:

@@ -224,13 +224,16 @@ def test_a_bundle_that_is_not_one(bundle: Path, tmp_path: Path, capsys: Any) -> 
 @pytest.mark.parametrize(
     ("words", "line"),
     [
-        ([], "no command, expected one of generate, inspect, verify, bench"),
+        ([], "no command, expected one of generate, inspect, serve, verify, selftest, bench"),
         (["genrate"], "no command 'genrate', expected generate"),
-        (["zzz"], "expected generate or inspect or verify or bench"),
+        (["zzz"], "expected generate or inspect or serve or verify or selftest or bench"),
         (["--wrong"], "unrecognized arguments: --wrong"),
         (["generate"], "the following arguments are required: BUNDLE"),
         (["generate", "b", "--tokens", "1"], "required: --max-tokens"),
-        (["generate", "b", "--max-tokens", "1"], "--prompt --tokens --prompt-file is required"),
+        (
+            ["generate", "b", "--max-tokens", "1"],
+            "--prompt --tokens --prompt-file --session is required",
+        ),
         (["generate", "b", "--max-tokens", "x", "--tokens", "1"], "invalid int value: 'x'"),
         (["generate", "b", "--max-tokens", "1", "--tokens", "1,x"], "found '1,x', expected token"),
         (["generate", "b", "--max-tokens", "1", "--tokens", "1,,2"], "found '1,,2'"),

@@ -291,7 +291,7 @@ def test_the_command_refuses_what_does_not_belong(
     for words, line in (
         (["--session", str(tmp_path / "bad")], "not a whole saved conversation"),
         (["--session", str(tmp_path / "absent")], "no such file"),
-        ([], "prompt: found none, expected --prompt, --tokens or --prompt-file"),
+        ([], "one of the arguments --prompt --tokens --prompt-file --session is required"),
     ):
         assert main(["generate", bundle, "--max-tokens", "1", *words]) != 0
         assert line in capsys.readouterr().err
