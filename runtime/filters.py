@@ -12,10 +12,11 @@ The definitions of the filters are those of llama.cpp (llama-sampling.cpp); temp
 as in vLLM and transformers. The draw is by inverse CDF over the surviving ids in ascending order.
 
 Accuracy. Few survivors have weights in f64. Many have weights exp(z), z = (logit - largest) / T, in
-f32: two roundings of z and one of the exponential make a relative error of at most
-(3 + |z|) * 2**-23 down to weights of 1e-37, below which digits are lost, so that no set of tokens
-has a probability that is off by more than 2e-6. A top-p whose sum falls that close to p may end a
-token sooner or later than in exact arithmetic. Temperatures beyond 1e-30 and 1e30 act as these.
+f32: three roundings make z, and numpy's exponential has an error of its own, so that a weight's
+relative error is at most (3 + 2 |z|) * 2**-23 down to weights of 1e-37, below which digits are
+lost. The probability of a set of tokens is off by at most that with the mean |z|, about 2e-6. A
+top-p whose sum falls that close to p may end a token sooner or later than in exact arithmetic.
+Temperatures beyond 1e-30 and 1e30 act as these.
 """
 
 from __future__ import annotations

@@ -115,6 +115,14 @@ def test_a_worked_example() -> None:
     assert penalties(Dry(1.0, 2.0, 2, -1, Breakers((), {a: ((b,),)}), history)) == {}
 
 
+def test_the_longest_of_the_breakers_that_begin_at_a_token_counts() -> None:
+    history = [5, 1, 2, 9, 8, 5, 1]
+    assert penalties(Dry(1.0, 2.0, 2, -1, Breakers((), {8: ((),)}), history)) == {2: 1.0}
+    for tails in (((), (5,)), ((5,), ())):
+        assert penalties(Dry(1.0, 2.0, 2, -1, Breakers((), {8: tails}), history)) == {}
+        check([*history, 2, 9, 8, 5, 1], 2.0, 1, -1, {8: tails})
+
+
 def test_the_penalty_stays_finite() -> None:
     for base in (1.0, 1.0000001, 1.75, 1e6):
         dry = Dry(1e6, base, 2, -1, Breakers(), [7] * 3000)
