@@ -154,7 +154,7 @@ class Server:
 
     def get(self, path: str, **headers: str) -> Answer:
         """GET."""
-        return self.ask("GET", path, **headers)
+        return self.ask("GET", path, None, 30, **headers)
 
     def complete(self, **fields: Any) -> Answer:
         """POST /v1/completions."""

@@ -51,6 +51,7 @@ def test_generate_and_stop(server: Server, page: Browser) -> None:
     assert page.run(PHASES) == IDLE
     page.fill("#prompt", "abc")
     page.fill("#max_tokens", "900000")
+    page.click("#ignore_eos")
     page.click("#generate")
     first = page.until(f"document.querySelector('#output .text') && {TEXT}")
     page.until(f"{TEXT}.length > {len(first) + 100}")  # more comes while the request runs

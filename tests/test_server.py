@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server import LONG, Answer, Server, read_answer, toy_bundle
+from server import LONG, Answer, Server, post, read_answer, toy_bundle
 
 from runtime import cli
 
@@ -337,6 +339,22 @@ def test_drain_finishes_what_runs_and_waits(bundle: Path, number: signal.Signals
             assert server.wait() == 0
             assert idle.recv(1) == b""
     assert server.errors == ""
+
+
+def test_drain_waits_for_an_answer_that_is_read_late(bundle: Path) -> None:
+    asked = {**LONG, "max_tokens": 8000, "stream": True, "logprobs": 5}  # more than sockets hold
+    with Server(bundle, "--max-tokens", 8000) as server, socket.socket() as sock:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        sock.settimeout(20)
+        sock.connect(("127.0.0.1", server.port))
+        body = json.dumps(asked).encode()
+        sock.sendall(post("/v1/completions", body) + body)
+        server.until(lambda: server.busy() == 1)
+        server.signal()
+        server.until(lambda: server.busy() == 0)
+        time.sleep(1.5)
+        assert read_answer(sock).body.endswith(b"data: [DONE]\n\n")
+        assert server.wait() == 0
 
 
 def test_a_second_signal_stops_at_once(bundle: Path) -> None:

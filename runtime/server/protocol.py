@@ -1,8 +1,10 @@
 """The HTTP/1.1 connection: uvicorn's, with bounds on what a client may send and how slowly.
 
 uvicorn waits for ever for a request line, takes headers of any size, waits for ever for a reader,
-and answers a malformed request in plain text. Here each of these has its limit, and every answer
-is a JSON error object.
+answers a malformed request in plain text, and stops reading, so that it sees no disconnect, when a
+second request comes before the first is answered. Here each of these has its limit, every answer
+is a JSON error object, and a request that comes too early is dropped: the connection closes after
+the answer before it (RFC 9112, section 9.3.2, lets a client send it again).
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ class Protocol(HttpToolsProtocol):
         self._framing = 0  # bytes of this request that are not its body
         self._body_bytes = 0
         self._refused = False
+        self._early = False  # another request came before the answer: nothing more is taken
 
     # --- called by the transport ---------------------------------------------------------------
 
@@ -51,12 +54,12 @@ class Protocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._refused:
+        if self._refused or self._early:
             return
         before, self._started, self._completed = self._body_bytes, True, False
         super().data_received(data)
         self._framing += len(data) - (self._body_bytes - before)
-        if self._completed:
+        if self._completed or self._early:
             self._framing = 0
         elif self._framing > (HEAD_BYTES if self._in_head else FRAMING_BYTES):
             self._refuse(431, f"headers: found more than {HEAD_BYTES} bytes, expected fewer")
@@ -72,20 +75,36 @@ class Protocol(HttpToolsProtocol):
     # --- called by the parser ------------------------------------------------------------------
 
     def on_message_begin(self) -> None:
+        if self.cycle is not None and not self.cycle.response_complete:
+            self._early, self.cycle.keep_alive = True, False
+            return
         super().on_message_begin()
         if "head" not in self._timers:
             self._arm("head", self.timeout_s, self._head_late)
 
+    def on_url(self, url: bytes) -> None:
+        if not self._early:
+            super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if not self._early:
+            super().on_header(name, value)
+
     def on_headers_complete(self) -> None:
+        if self._early:
+            return
         self._in_head, self._framing = False, 0
         self._disarm("head")
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
-        super().on_body(body)
+        if not self._early:
+            super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._early:
+            return
         self._in_head, self._started, self._completed = True, False, True
         self._disarm("linger")
         super().on_message_complete()
@@ -93,7 +112,8 @@ class Protocol(HttpToolsProtocol):
     # --- called by uvicorn ---------------------------------------------------------------------
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(400, "request: found malformed HTTP, expected an HTTP/1.1 request")
+        if not self._early:
+            self._refuse(400, "request: found malformed HTTP, expected an HTTP/1.1 request")
 
     def on_response_complete(self) -> None:
         super().on_response_complete()

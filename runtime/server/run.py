@@ -54,7 +54,7 @@ def _add_limits(group: Any) -> None:
     def limit(
         flag: str, metavar: str, kind: Callable[[str], Any], default: Any, about: str
     ) -> None:
-        shown = "" if default is None else f" (default: {default:g})"
+        shown = "" if default is None else f" (default: {default:.0f})"
         group.add_argument(flag, metavar=metavar, type=kind, default=default, help=about + shown)
 
     whole, seconds = _integer(1), _seconds
@@ -186,7 +186,8 @@ async def _serve(
         timeout_graceful_shutdown=1,
     )
     slots = model.manifest.shape.slots
-    line = f"serving {model.name} with {slots} slots at {guard.url(sockets)}"
+    words = f"{slots} slot{'s' if slots > 1 else ''}"
+    line = f"serving {model.name} with {words} at {guard.url(sockets)}"
     return await _listener(config, server, worker, line, drain_s).listen(sockets)
 
 

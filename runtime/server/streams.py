@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from runtime.request import Choice, Ending
+from runtime.scheduler import Ticket
 from runtime.server.calls import Call
 from runtime.server.choice import ChoiceText, Piece
 from runtime.worker import Worker
@@ -81,12 +82,11 @@ class Stream:
         self.submitted = time.perf_counter()
         self._worker = worker
         self._events: deque[Event] = deque()
-        self._open = 0
-        self._tickets = []
+        self._tickets: dict[int, Ticket] = {}  # of the choices that have not ended
         try:
             for index, request in enumerate(call.requests):
-                self._tickets.append(worker.submit(request, _Sink(self, call, index, bridge)))
-                self._open += 1
+                sink = _Sink(self, call, index, bridge)
+                self._tickets[index] = worker.submit(request, sink)
         except BaseException:
             self.cancel()
             raise
@@ -94,7 +94,7 @@ class Stream:
     @property
     def done(self) -> bool:
         """Whether every choice has ended and its events were taken."""
-        return self._open == 0
+        return not self._tickets
 
     async def wait(self) -> None:
         """Return once there may be something to take, or the client is gone."""
@@ -106,7 +106,8 @@ class Stream:
         events = []
         while self._events:
             events.append(self._events.popleft())
-        self._open -= sum(event.ending is not None for event in events)
+            if events[-1].ending is not None:
+                del self._tickets[events[-1].index]
         return events
 
     def hang_up(self) -> None:
@@ -117,7 +118,7 @@ class Stream:
 
     def cancel(self, message: str = "cancelled") -> None:
         """Cancel every choice that has not ended."""
-        for ticket in self._tickets:
+        for ticket in self._tickets.values():
             self._worker.cancel(ticket, message)
 
     def put(self, event: Event) -> None:
