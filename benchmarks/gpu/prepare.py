@@ -30,7 +30,7 @@ DEMO = "mamba2"
 PROMPT = "In the beginning"
 MODELS = ("mamba2-130m=f32", "mamba2-130m=bf16", "mamba2-2.7b=f32", "mamba2-2.7b=bf16")
 SCRIPTS = ("run.sh", "drive.py", "measure.py", "kernels.py")
-PACKAGES = ("iree-base-runtime", "ml-dtypes", "numpy", "tokenizers")
+PACKAGES = ("iree-base-runtime", "ml-dtypes", "numpy", "safetensors", "tokenizers")
 CUPTI = "nvidia-cuda-cupti>=13.0,<13.1"  # of CUDA 13.0: newer ones refuse older drivers
 TRACERS = "iree/_runtime_libs_tracy/"
 PLATFORMS = tuple(f"manylinux{tag}" for tag in ("_2_28", "_2_27", "_2_25", "_2_17", "2014"))
