@@ -71,11 +71,18 @@ def _i32(*shape: int) -> ShapeDtypeStruct:
 def _forward(
     model: Model, params: Any, tokens: Array, lengths: Array, positions: Array, state: Any
 ) -> tuple[Any, ...]:
-    """(logits, their argmax, *new state) of `tokens` [rows, steps]."""
+    """(logits, their argmax, *new state) of `tokens` [rows, steps].
+
+    The argmax of a row that holds a NaN or no finite largest value is -1: who reads only ids would
+    not see it otherwise.
+    """
     names = [spec.name for spec in model.state]
     given = dict(zip(names, state, strict=True))
     logits, new = model.family.forward(model.cfg, params, tokens, lengths, positions, given)
-    return logits, jnp.argmax(logits, axis=-1).astype(jnp.int32), *(new[n] for n in names)
+    largest = jnp.max(logits, axis=-1)
+    valid = (largest > -jnp.inf) & (largest < jnp.inf)
+    argmax = jnp.where(valid, jnp.argmax(logits, axis=-1).astype(jnp.int32), -1)
+    return logits, argmax, *(new[n] for n in names)
 
 
 def _rows(model: Model, rows: int) -> tuple[list[Any], list[Any]]:

@@ -236,7 +236,7 @@ class Engine:
         request = ticket.request
         try:
             needs = request.sampling.needs_logits
-            token = ticket.sampler.sample(row) if needs else int(ids[at])
+            token = ticket.sampler.sample(row) if needs else _greedy(int(ids[at]))
             ticket.tokens.append(token)
             self._counts["generated_tokens"] += 1
             if ticket.first_token is None:
@@ -372,6 +372,15 @@ class Engine:
 def _slot(ticket: Ticket) -> int:
     assert ticket.slot is not None
     return ticket.slot
+
+
+def _greedy(token: int) -> int:
+    if token < 0:
+        raise UserError(
+            "logits: found none that is finite and largest, expected numbers; the module is wrong"
+            " on this device: run scanwright verify on the bundle"
+        )
+    return token
 
 
 def _needs_row(ticket: Ticket) -> bool:

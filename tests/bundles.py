@@ -183,3 +183,23 @@ def check_tokens(chosen: Sequence[int], logits: np.ndarray, row: Reference) -> N
             where = f"{len(row.prompt)} tokens, step {step}: {got} for {want}, gap {gap}"
             assert gap < NEAR_TIE, where
             print(f"near tie of the reference: {where}")
+
+
+def check_no_argmax(opened: Opened) -> None:
+    """A row with a NaN has the argmax -1, in prefill and in decode; its neighbours have theirs."""
+    poison = [
+        opened.device.to_device(np.full(spec.shape, np.nan, np.float32))
+        for spec in opened.manifest.state
+    ]
+    session = opened.session()
+    work = session.start([1, 2, 3], state=poison)
+    work.step()
+    assert np.isnan(opened.host(work.logits)).any()
+    assert opened.host(work.argmax).tolist() == [-1]
+    slot = session.slots - 1
+    session.admit(slot, work)
+    inputs = np.zeros((3, session.slots), np.int32)
+    inputs[0], inputs[2] = 1, 1
+    logits, argmax = map(opened.host, session.decode(*inputs))
+    assert argmax[slot] == -1
+    assert (argmax[:slot] == np.argmax(logits[:slot], axis=-1)).all()

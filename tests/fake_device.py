@@ -136,7 +136,7 @@ class FakeDevice:
         for i in range(length[0]):
             self._feed(hash_, ids, 0, int(tokens[0, i]), int(position[0]) + i)
         row = self._logits(hash_, ids, 0)
-        return row[None], np.argmax(row)[None].astype(np.int32), hash_, ids
+        return row[None], np.array([_argmax(row)], np.int32), hash_, ids
 
     def _decode(self, tokens: Any, positions: Any, active: Any, hash_: Any, ids: Any) -> Any:
         hash_, ids = hash_.copy(), ids.copy()
@@ -145,7 +145,7 @@ class FakeDevice:
         for slot in np.flatnonzero(active).tolist():
             self._feed(hash_, ids, slot, int(tokens[slot]), int(positions[slot]))
             logits[slot] = self._logits(hash_, ids, slot)
-            argmax[slot] = np.argmax(logits[slot])
+            argmax[slot] = _argmax(logits[slot])
         return logits, argmax, hash_, ids
 
     def _seed(self, slot: Any, hash_: Any, ids: Any, new_hash: Any, new_ids: Any) -> Any:
@@ -170,6 +170,10 @@ class FakeDevice:
         assert value == hash_[slot, 0], f"slot {slot}: fixed and per-position state differ"
         assert not ids[0, slot, count:].any(), f"slot {slot}: left-overs beyond position {count}"
         return self.rule(history)
+
+
+def _argmax(row: np.ndarray) -> int:
+    return int(np.argmax(row)) if np.isfinite(np.max(row)) else -1
 
 
 def zero(session: Session, slot: int) -> bool:

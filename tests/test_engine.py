@@ -293,13 +293,14 @@ def test_logits_that_are_not_numbers_end_their_own_request_only() -> None:
         row = spread(history)
         return row * np.nan if history[0] == 7 and len(history) > 4 else row
 
-    rig = Rig(rule)
-    good = Request((1, 2), 9, SamplingParams(1.0, seed=1), ignore_eos=True)
-    _, sink = rig.submit(good)
-    _, bad = rig.submit(Request((7, 2), 9, SamplingParams(1.0, seed=1), ignore_eos=True))
-    rig.finish()
-    assert bad.reason == "error" and bad.endings[0].message.startswith("logits: found nan")
-    assert sink.tokens == solo(good)
+    for sampling in (SamplingParams(1.0, seed=1), SamplingParams()):
+        rig = Rig(rule)
+        good = Request((1, 2), 9, sampling, ignore_eos=True)
+        _, sink = rig.submit(good)
+        _, bad = rig.submit(Request((7, 2), 9, sampling, ignore_eos=True))
+        rig.finish()
+        assert bad.reason == "error" and bad.endings[0].message.startswith("logits: found n")
+        assert len(bad.tokens) == 3 and sink.tokens == solo(good)
 
 
 def test_a_sink_that_fails_ends_its_own_request_only(capsys: pytest.CaptureFixture) -> None:

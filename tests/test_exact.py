@@ -18,7 +18,16 @@ import bundles
 import numpy as np
 import pytest
 import references
-from bundles import Opened, check_references, check_tokens, follow, relative, same_bits, worst
+from bundles import (
+    Opened,
+    check_no_argmax,
+    check_references,
+    check_tokens,
+    follow,
+    relative,
+    same_bits,
+    worst,
+)
 
 from runtime.session import Prefill, zero_state
 
@@ -155,6 +164,10 @@ def test_one_request_always_gives_the_same_bits(handed: Opened, length: int) -> 
         assert same_bits(outcome(handed, slot, prompt, session, busy), alone), (slot, value, busy)
     other_prompt = outcome(handed, 0, [*prompt[:-1], (prompt[-1] + 1) % 256], handed.session(), [])
     assert not same_bits(other_prompt, alone)
+
+
+def test_rows_that_are_not_numbers_have_no_argmax(handed: Opened) -> None:
+    check_no_argmax(handed)
 
 
 def test_joining_midway_changes_no_bit(handed: Opened) -> None:

@@ -12,10 +12,11 @@ import bundles
 import numpy as np
 import pytest
 import references
-from bundles import Opened, check_references, relative, same_bits, worst
+from bundles import Opened, check_no_argmax, check_references, relative, same_bits, worst
 
 from artifacts import devices
 from recipes.resolve import resolve_target
+from runtime.selftest import selftest
 
 SHAPE = "b5-p8"  # a slot for each of the handed prompts
 SPLIT = 1e-5
@@ -82,3 +83,15 @@ def test_padding_on_the_device(opened: Opened) -> None:
         arguments = [opened.device.to_device(array) for array in given]
         outcomes.append(opened.hosts(opened.device.call("prefill_8", arguments + state)))
     assert all(same_bits(outcome, outcomes[0]) for outcome in outcomes)
+
+
+def test_rows_that_are_not_numbers_have_no_argmax_on_the_device(opened: Opened) -> None:
+    check_no_argmax(opened)
+
+
+def test_requests_in_company_on_the_device(opened: Opened) -> None:
+    """As tests/test_selftest.py; a few requests where an emulator makes every call a process."""
+    emulated = opened.manifest.target.name == "cpu-aarch64"
+    report = selftest(opened.device, opened.manifest, 3 if emulated else 60, seed=5)
+    assert report.failures == []
+    assert report.other_slot[0] > 0 and report.worst <= 1e-6

@@ -69,6 +69,12 @@ def _step(params: Any, token: Any, position: Any, h: Any, tail: Any, *kv: Any) -
     return logits, h, jnp.stack([tail[1], x]), *kv
 
 
+def _argmax(logits: Any) -> Any:
+    """The argmax of each row, -1 for rows that are not numbers."""
+    found = jnp.argmax(logits, -1).astype(jnp.int32)
+    return jnp.where(jnp.isfinite(jnp.max(logits, -1)), found, -1)
+
+
 def prefill(params: Any, tokens: Any, length: Any, position: Any, *state: Any) -> Any:
     """tokens [1,P], length [1], position [1], state of one slot."""
     axes = [spec.slot_axis for spec in HYBRID_STATE[: len(state)]]
@@ -81,7 +87,7 @@ def prefill(params: Any, tokens: Any, length: Any, position: Any, *state: Any) -
     rows = [jnp.squeeze(x, axis) for x, axis in zip(state, axes, strict=True)]
     start = (jnp.zeros(V, jnp.float32), *rows)
     (logits, *rows), _ = jax.lax.scan(body, start, jnp.arange(tokens.shape[1]))
-    argmax = jnp.argmax(logits, -1).astype(jnp.int32)
+    argmax = _argmax(logits)
     rows = [jnp.expand_dims(x, axis) for x, axis in zip(rows, axes, strict=True)]
     return logits[None], argmax[None], *rows
 
@@ -97,7 +103,7 @@ def decode(params: Any, tokens: Any, positions: Any, active: Any, *state: Any) -
         return jnp.where(on, got, old)
 
     state = tuple(map(keep, state, new, axes))
-    return logits, jnp.argmax(logits, -1).astype(jnp.int32), *state
+    return logits, _argmax(logits), *state
 
 
 def seed(params: Any, slot: Any, *state: Any) -> Any:
