@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runtime.errors import UserError
-from runtime.filters import filtered, largest
+from runtime.filters import Kept, filtered, largest
 from runtime.sampling import (
     Sampler,
     SamplingParams,
@@ -235,6 +235,29 @@ def test_a_token_without_probability_is_never_drawn(uniform: float) -> None:
         row[size // 2 : size // 2 + 3] = 1.0
         kept = filtered(*checked(row), SamplingParams(1.0))
         assert size // 2 <= kept.draw(uniform) < size // 2 + 3
+
+
+def test_rounding_at_the_end_of_the_cdf_draws_no_dropped_token() -> None:
+    assert Kept(np.array([1.0, 2.0, 0.0, 0.0]), np.array([3, 5, 7, 9])).draw(1.0) == 5
+    weights = np.zeros(768, np.float32)
+    weights[[10, 300]] = 1
+    assert Kept(weights, None, np.array([1, 1, 0], np.float32)).draw(1.0) == 300
+    assert Kept(weights, None, np.array([1, 1.001, 0], np.float32)).draw(1.0) == 300
+
+
+@pytest.mark.parametrize("chain", [{}, {"top_p": 0.9}, {"min_p": 0.3}, {"top_k": 6000}])
+def test_draws_from_a_long_row_follow_its_cdf(chain: dict[str, Any]) -> None:
+    row = (np.random.default_rng(4).standard_normal(7001) * 0.3).astype(np.float32)
+    params = SamplingParams(0.9, seed=8, **chain)
+    cdf: dict[int, tuple[float, float]] = {}
+    below = 0.0
+    for token, p in reference(row.tolist(), params).items():
+        cdf[token] = (below - SLACK, below + p + SLACK)
+        below += p
+    sampler, rng = Sampler(params), np.random.Generator(np.random.PCG64(8))
+    for _ in range(200):
+        low, high = cdf[sampler.sample(row)]
+        assert low <= rng.random() <= high
 
 
 @pytest.mark.parametrize("chain", [{}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.001}])
