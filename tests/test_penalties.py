@@ -161,16 +161,17 @@ def test_no_penalty_leaves_nothing_to_draw_from() -> None:
     assert only.sample(row[:1]) == 0
 
 
-def test_penalised_rows_are_filtered_like_any_other() -> None:
+@pytest.mark.parametrize("chain", [{"top_k": 40}, {"min_p": 0.05}, {"top_p": 0.5}])
+def test_penalised_rows_are_filtered_like_any_other(chain: dict[str, Any]) -> None:
     row = np.random.default_rng(1).standard_normal(6000).astype(np.float32)
     bias = tuple((i, 9.0) for i in range(100, 140))
-    drawn = Sampler(SamplingParams(1.0, top_k=40, seed=2, logit_bias=bias))
+    drawn = Sampler(SamplingParams(1.0, seed=2, logit_bias=bias, **chain))
     changed = row.copy()
     changed[100:140] += 9
-    plain = Sampler(SamplingParams(1.0, top_k=40, seed=2))
+    plain = Sampler(SamplingParams(1.0, seed=2, **chain))
     tokens = [drawn.sample(row) for _ in range(50)]
     assert tokens == [plain.sample(changed) for _ in range(50)]
-    assert set(tokens) <= set(candidates(changed, SamplingParams(1.0, top_k=40))[0].tolist())
+    assert set(tokens) <= set(candidates(changed, SamplingParams(1.0, **chain))[0].tolist())
 
 
 @pytest.mark.oracle
