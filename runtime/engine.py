@@ -170,6 +170,8 @@ class Engine:
         ticket.prompt_end = len(ticket.tokens)
         ticket.limit = request.limit(self.manifest)
         ticket.sampler = _sampler(request)
+        ticket.samples = request.sampling.needs_logits
+        ticket.needs_row = ticket.samples or request.logits or request.score_prompt
         state = None
         if saved is not None:
             ticket.fed = saved.fed
@@ -206,8 +208,8 @@ class Engine:
             self._retire(ticket, "length")
             return
         device = self._session.device
-        row = device.rows(work.logits, [0])[0] if _needs_row(ticket) else None
-        ids = None if ticket.request.sampling.needs_logits else device.to_host(work.argmax)
+        row = device.rows(work.logits, [0])[0] if ticket.needs_row else None
+        ids = None if ticket.samples else device.to_host(work.argmax)
         if self._choose(ticket, row, ids, 0):
             ticket.work = None
             self._feed(ticket, work.take())
@@ -219,10 +221,9 @@ class Engine:
             return
         logits, argmax = self._session.decode(slots.tokens, slots.positions, slots.active)
         device = self._session.device
-        wanted = [_slot(ticket) for ticket in tickets if _needs_row(ticket)]
+        wanted = [_slot(ticket) for ticket in tickets if ticket.needs_row]
         rows = dict(zip(wanted, device.rows(logits, wanted), strict=True)) if wanted else {}
-        greedy = any(not ticket.request.sampling.needs_logits for ticket in tickets)
-        ids = device.to_host(argmax) if greedy else None
+        ids = None if all(ticket.samples for ticket in tickets) else device.to_host(argmax)
         for ticket in tickets:
             slot = _slot(ticket)
             ticket.fed += 1
@@ -235,14 +236,14 @@ class Engine:
         """Pick the next token, from `row` or as `ids[at]`, and pass it on; whether to go on."""
         request = ticket.request
         try:
-            needs = request.sampling.needs_logits
-            token = ticket.sampler.sample(row) if needs else _greedy(int(ids[at]))
+            token = ticket.sampler.sample(row) if ticket.samples else _greedy(int(ids[at]))
             ticket.tokens.append(token)
             self._counts["generated_tokens"] += 1
             if ticket.first_token is None:
                 ticket.first_token = self._clock()
             eos = token in self._ends and not request.ignore_eos
-            stop = ticket.sink.token(Choice(token, row if request.logits else None, eos))
+            shown = row.copy() if request.logits else None  # the row itself is the device's
+            stop = ticket.sink.token(Choice(token, shown, eos))
         except Exception as error:  # of this request alone: logits that are NaN, a sink that fails
             return self._retire(ticket, "error", _line(error))
         if eos or stop:
@@ -254,8 +255,9 @@ class Engine:
     def _score(self, ticket: Ticket, row: Any) -> None:
         """Report the prompt token that is to be read next, with the row that predicts it."""
         last = ticket.fed + 1 == ticket.prompt_end and ticket.limit < 1
+        shown = None if row is None else row.copy()
         try:
-            stop = ticket.sink.token(Choice(ticket.tokens[ticket.fed], row, prompt=True))
+            stop = ticket.sink.token(Choice(ticket.tokens[ticket.fed], shown, prompt=True))
         except Exception as error:
             self._retire(ticket, "error", _line(error))
             return
@@ -381,11 +383,6 @@ def _greedy(token: int) -> int:
             " on this device: run scanwright verify on the bundle"
         )
     return token
-
-
-def _needs_row(ticket: Ticket) -> bool:
-    request = ticket.request
-    return request.logits or request.score_prompt or request.sampling.needs_logits
 
 
 def _line(error: Exception) -> str:

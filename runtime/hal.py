@@ -159,12 +159,13 @@ class Hal:
         return np.array(mapped.asarray(buffer.shape, raw)).view(dtype)
 
     def rows(self, buffer: Buffer, indices: Sequence[int]) -> list[np.ndarray[Any, Any]]:
-        """Host copies of some rows (along the first axis) of a buffer."""
+        """Some rows (along the first axis) of a buffer, to be read while `buffer` is kept: where
+        its memory is the host's they are no copies."""
         if not self.local:
             whole = self.to_host(buffer)
             return [whole[i] for i in indices]
         mapped = buffer.map().asarray(buffer.shape, _DTYPE_OF[int(buffer.element_type)])
-        return [np.array(mapped[i]) for i in indices]
+        return [mapped[i] for i in indices]
 
     def _staged(self, buffer: Buffer) -> Any:
         """Copy the device buffer into host-visible memory and map that."""

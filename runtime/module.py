@@ -48,7 +48,8 @@ class Device(Protocol):
         ...
 
     def rows(self, buffer: Buffer, indices: Sequence[int]) -> list[np.ndarray[Any, Any]]:
-        """Copy some rows (along the first axis) of a buffer to the host."""
+        """Some rows (along the first axis) of a buffer on the host, to be read only, and only
+        while `buffer` is kept: they may be its own memory."""
         ...
 
     def zeros(self, dtype: str, shape: tuple[int, ...]) -> Buffer:

@@ -27,7 +27,8 @@ class Ticket:
     """One request on its way through the engine.
 
     `tokens` are all ids of the sequence, of which the first `fed` are in its state and the first
-    `prompt_end` were not generated here. `work` is the prefill in progress, `parked` the state of
+    `prompt_end` were not generated here. `samples`: the sampler picks, not the device's argmax;
+    `needs_row`: the logits of its row cross to the host. `work` is the prefill in progress, `parked` the state of
     a sequence that gave way; both are the engine's.
     """
 
@@ -43,6 +44,8 @@ class Ticket:
     prompt_end: int = 0
     limit: int = 0
     sampler: Any = None
+    samples: bool = False
+    needs_row: bool = False
     work: Any = None
     parked: Any = None
     started: float | None = None

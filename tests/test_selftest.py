@@ -14,6 +14,7 @@ from bundles import Opened
 from runtime import company
 from runtime.cli import main
 from runtime.engine import Engine
+from runtime.request import Choice
 from runtime.selftest import Report, selftest
 from runtime.session import Session
 
@@ -157,3 +158,25 @@ def test_the_files_of_saved_conversations_are_gone(tmp_path: Path) -> None:
     finally:
         tempfile.tempdir = before
     assert list(tmp_path.iterdir()) == []
+
+
+def test_logits_handed_to_a_sink_stay_as_they_are() -> None:
+    opened = Opened.open(toy.bundle())
+    held: list[tuple[np.ndarray, bytes]] = []
+
+    class Hold(company.Run):
+        def token(self, choice: Choice) -> bool:
+            assert choice.logits is not None
+            held.append((choice.logits, choice.logits.tobytes()))
+            return False
+
+    session = Session(opened.device, opened.manifest)
+    engine = Engine(session, opened.manifest)
+    for request in company.requests(opened.manifest, 20, seed=2):
+        engine.submit(request, Hold())
+    while engine.step():
+        pass
+    for _ in range(100):  # whatever was freed is written over
+        opened.device.to_device(np.full((3, toy.V), 7.0, np.float32))
+    assert len(held) > 100
+    assert all(row.tobytes() == before for row, before in held)
