@@ -131,12 +131,13 @@ class Engine:
 
     def _collect(self) -> None:
         """Take in what was submitted or cancelled, and what has run out of time."""
+        cancels = len(self._cancels)  # of tickets that are no longer in the inbox below
         while self._inbox:
             ticket = self._inbox.popleft()
             self._scheduler.add(ticket)
             if ticket.deadline is not None:
                 self._timed.append(ticket)
-        while self._cancels:
+        for _ in range(cancels):
             ticket, message = self._cancels.popleft()
             self._retire(ticket, "cancelled", message)
         if not self._timed:

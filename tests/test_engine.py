@@ -206,6 +206,26 @@ def test_cancellation_at_every_moment() -> None:
     rig.finish()
 
 
+def test_a_request_that_comes_and_is_cancelled_while_others_are_taken_in() -> None:
+    """As a client on another thread may do it, at the worst moment: here from within the step."""
+    rig, late = Rig(slots=1), Take()
+
+    class Asks(Take):
+        def finish(self, ending: Ending) -> None:
+            super().finish(ending)
+            ticket, _ = rig.submit(Request((4,), 5), late)
+            rig.engine.cancel(ticket)
+
+    _, running = rig.submit(Request((1,), 9, ignore_eos=True))
+    rig.steps(1)
+    ticket, _ = rig.submit(Request((2,), 5), Asks())
+    _, waiting = rig.submit(Request((3,), 5, ignore_eos=True))
+    rig.engine.cancel(ticket)
+    rig.finish()
+    assert late.reason == "cancelled" and not late.tokens
+    assert running.reason == waiting.reason == "length"
+
+
 def test_deadlines_hold_while_waiting_reading_and_decoding() -> None:
     rig = Rig(slots=2)
     reading = rig.submit(Request(tuple(range(31)), 9, deadline_s=1.0, ignore_eos=True))[1]
