@@ -41,6 +41,8 @@ class Protocol(HttpToolsProtocol):
         self._body_bytes = 0
         self._refused = False
         self._early = False  # another request came before the answer: nothing more is taken
+        self._last = False  # the client asked to close after this request
+        self._lost = False
 
     # --- called by the transport ---------------------------------------------------------------
 
@@ -49,8 +51,10 @@ class Protocol(HttpToolsProtocol):
         self._arm("head", self.timeout_s, self._head_late)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._lost = True  # from here on no timer may hold what is left of the connection
         for name in list(self._timers):
             self._disarm(name)
+        self._unset_keepalive_if_required()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -96,6 +100,9 @@ class Protocol(HttpToolsProtocol):
         self._in_head, self._framing = False, 0
         self._disarm("head")
         super().on_headers_complete()
+        # An answer that comes before all of the body must not close at once: what is still on its
+        # way would meet a closed socket, and the reset could overtake the answer.
+        self._last, self.cycle.keep_alive = not self.cycle.keep_alive, True
 
     def on_body(self, body: bytes) -> None:
         self._body_bytes += len(body)
@@ -107,6 +114,10 @@ class Protocol(HttpToolsProtocol):
             return
         self._in_head, self._started, self._completed = True, False, True
         self._disarm("linger")
+        if self._last and self.cycle.response_complete:
+            self._close()
+        elif self._last:
+            self.cycle.keep_alive = False
         super().on_message_complete()
 
     # --- called by uvicorn ---------------------------------------------------------------------
@@ -128,7 +139,8 @@ class Protocol(HttpToolsProtocol):
 
     def _arm(self, name: str, seconds: float, action: Callable[[], object]) -> None:
         self._disarm(name)
-        self._timers[name] = self.loop.call_later(seconds, action)
+        if not self._lost:
+            self._timers[name] = self.loop.call_later(seconds, action)
 
     def _disarm(self, name: str) -> None:
         if timer := self._timers.pop(name, None):
