@@ -95,8 +95,19 @@ def test_a_body_at_the_limit_is_read(server: Server) -> None:
     body = SMALL + b" " * (BODY - len(SMALL))
     assert server.ask("POST", PATH, body).status == 200
     server.ask("POST", PATH, body + b" ").error(413)
-    for connection in ("keep-alive", "close"):  # sent whole, and answered
-        server.ask("POST", PATH, body + b" " * 3_000_000, Connection=connection).error(413)
+    server.ask("POST", PATH, body + b" " * 3_000_000).error(413)  # sent whole, and answered
+
+
+def test_an_early_answer_resets_nothing_for_a_client_that_closes(server: Server) -> None:
+    """The server closes once the body has come, not on what is still on its way."""
+    with server.connect() as sock:
+        sock.sendall(post(PATH, bytes(3 * BODY), "Connection: close"))
+        for _ in range(3):
+            time.sleep(0.05)
+            sock.sendall(bytes(BODY))
+        started = time.monotonic()
+        read_answer(sock).error(413)
+        assert closed(sock) and time.monotonic() - started < 1
 
 
 def test_chunked_bodies_are_counted_as_they_come(server: Server) -> None:
