@@ -81,7 +81,8 @@ class Tokenizer:
             raise UserError(
                 f"prompt: not UTF-8 at character {error.start}, expected UTF-8 text"
             ) from error
-        return self._inner.encode(text, add_special_tokens=special).ids
+        # the batch form lets other threads run meanwhile
+        return self._inner.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of all of `ids` at once, special tokens left out."""
