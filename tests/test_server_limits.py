@@ -321,6 +321,18 @@ def test_one_connection_serves_many_requests(server: Server) -> None:
             read_answer(sock).error(400)
 
 
+def test_answers_are_sent_at_once(server: Server) -> None:
+    """Small packets that wait for the client's acknowledgement of the last take 40 ms each."""
+    times = []
+    with server.connect() as sock:
+        for _ in range(25):
+            started = time.monotonic()
+            sock.sendall(post(PATH, SMALL) + SMALL)
+            assert read_answer(sock).status == 200
+            times.append(time.monotonic() - started)
+    assert sorted(times)[len(times) // 2] < 0.025, times
+
+
 def test_a_request_before_the_answer_closes_the_connection(server: Server) -> None:
     with server.connect() as sock:
         sock.sendall(post(PATH, SMALL) + SMALL + post(PATH, SMALL) + SMALL + b"noise")

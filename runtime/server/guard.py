@@ -235,7 +235,8 @@ def _too_large(limit: int) -> ApiError:
 
 
 def _bind(family: int, address: tuple[object, ...], port: int) -> socket.socket:
-    opened = socket.socket(family, socket.SOCK_STREAM)
+    # asyncio turns Nagle's algorithm off only where the socket itself says that it is TCP.
+    opened = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
