@@ -54,14 +54,24 @@ class Model:
 
 @dataclass(frozen=True)
 class Entry:
-    """One exported function: `fn(params, *inputs)`; `inputs` and `outputs` are (name, struct)."""
+    """One exported function: `fn(params, *inputs)`; `inputs` and `outputs` are (name, struct).
+
+    `storage` are (name, number of an output): further arguments of the compiled function, whose
+    memory that output is written to.
+    """
 
     name: str
     fn: Callable[..., Any]
     inputs: tuple[tuple[str, ShapeDtypeStruct], ...]
     outputs: tuple[tuple[str, ShapeDtypeStruct], ...]
-    consumed: tuple[int, ...]
+    storage: tuple[tuple[str, int], ...]
     uses_params: bool
+
+    @property
+    def arguments(self) -> tuple[tuple[str, ShapeDtypeStruct], ...]:
+        """The inputs, then the storage: all arguments of the compiled function."""
+        kept = ((name, self.outputs[output][1]) for name, output in self.storage)
+        return (*self.inputs, *kept)
 
 
 def _i32(*shape: int) -> ShapeDtypeStruct:
@@ -92,6 +102,11 @@ def _rows(model: Model, rows: int) -> tuple[list[Any], list[Any]]:
     return state, [("logits", logits), ("argmax", _i32(rows)), *state]
 
 
+def _storage(model: Model, first: int = 0) -> tuple[tuple[str, int], ...]:
+    """Storage for every state output, of which the first is output number `first`."""
+    return tuple((f"out.{spec.name}", first + i) for i, spec in enumerate(model.state))
+
+
 def _prefill(model: Model, chunk: int) -> Entry:
     """Up to `chunk` tokens of one sequence, the first `length` of them valid."""
 
@@ -100,8 +115,8 @@ def _prefill(model: Model, chunk: int) -> Entry:
 
     state, outputs = _rows(model, 1)
     inputs = (("tokens", _i32(1, chunk)), ("length", _i32(1)), ("position", _i32(1)), *state)
-    consumed = tuple(range(3, len(inputs)))
-    return Entry(f"prefill_{chunk}", fn, inputs, tuple(outputs), consumed, uses_params=True)
+    storage = _storage(model, first=2)
+    return Entry(f"prefill_{chunk}", fn, inputs, tuple(outputs), storage, uses_params=True)
 
 
 def _decode(model: Model, slots: int) -> Entry:
@@ -114,8 +129,7 @@ def _decode(model: Model, slots: int) -> Entry:
     state, outputs = _rows(model, slots)
     words = [(word, _i32(slots)) for word in ("tokens", "positions", "active")]
     inputs = (*words, *state)
-    consumed = tuple(range(3, len(inputs)))
-    return Entry("decode", fn, inputs, tuple(outputs), consumed, uses_params=True)
+    return Entry("decode", fn, inputs, tuple(outputs), _storage(model, first=2), uses_params=True)
 
 
 def _seed(model: Model, slots: int) -> Entry:
@@ -136,7 +150,7 @@ def _seed(model: Model, slots: int) -> Entry:
         fn,
         (("slot", _i32()), *batch, *single),
         tuple(batch),
-        tuple(range(1, 1 + count)),
+        _storage(model),
         uses_params=False,
     )
 
@@ -153,7 +167,8 @@ def _extract(model: Model, slots: int) -> Entry:
 
     batch = [(spec.name, spec.struct(slots)) for spec in model.state]
     single = [(spec.name, spec.struct(1)) for spec in model.state]
-    return Entry("extract", fn, (("slot", _i32()), *batch), tuple(single), (), uses_params=False)
+    inputs = (("slot", _i32()), *batch)
+    return Entry("extract", fn, inputs, tuple(single), _storage(model), uses_params=False)
 
 
 def entries(model: Model, shape: Shape) -> list[Entry]:
@@ -187,7 +202,7 @@ def interface(model: Model, shape: Shape, weights: str, eos: tuple[int, ...]) ->
         "eos_token_ids": list(eos or config.token_ids(model.raw.get("eos_token_id"))),
         "bos_token_id": bos if isinstance(bos, int) else None,
         "functions": {
-            entry.name: {"inputs": described(entry.inputs), "outputs": described(entry.outputs)}
+            entry.name: {"inputs": described(entry.arguments), "outputs": described(entry.outputs)}
             for entry in entries(model, shape)
         },
         "state": [

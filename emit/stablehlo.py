@@ -38,9 +38,11 @@ def lower(entry: Entry, params: Mapping[str, Any]) -> str:
 def _with_parameters(text: str, entry: Entry, params: list[str]) -> str:
     """Rename the symbols of `text` and turn its first `len(params)` arguments into globals.
 
-    The entry's consumed arguments are marked `iree.abi.consume`, which lets the compiler reuse
-    their storage where no later read needs it. (JAX's donation becomes `iree.abi.output`, which
-    makes the result write over the argument whether it is still read or not: wrong numbers.)
+    The entry's storage follows its inputs as arguments that nothing reads, each marked with the
+    result that is to be written there (`iree.abi.output`). So the caller owns the memory of every
+    state, two sets of it in turn: results that the module allocates are not reused by the
+    runtime's pools on some devices. (JAX's donation marks an argument that is read like that, and
+    the result is then written over it whether it is still read or not: wrong numbers.)
     """
     name = entry.name
     lines = text.rstrip().split("\n")
@@ -57,10 +59,12 @@ def _with_parameters(text: str, entry: Entry, params: list[str]) -> str:
         globals_.append(f'  util.global private @"{param}" = {source} : {kind}')
         loads.append(f'    {value} = util.global.load @"{param}" : {kind}')
     remaining = given[len(params) :]
-    kept = ", ".join(
-        f"{argument} {{iree.abi.consume}}" if i in entry.consumed else argument
-        for i, argument in enumerate(remaining)
-    )
+    kinds = re.findall(r"tensor<[^>]*>", results)
+    storage = [
+        f"%out{i}: {kinds[output]} {{iree.abi.output = {output} : index}}"
+        for i, (_, output) in enumerate(entry.storage)
+    ]
+    kept = ", ".join([*remaining, *storage])
     lines[main] = _RESULT_INFO.sub("", f"{head}func.func public @{name}({kept}) -> {results}")
     helpers = {m[1] for line in lines if (m := re.search(r"func\.func private @([\w.$-]+)", line))}
     renamed = [

@@ -1,4 +1,4 @@
-"""The bundle's manifest: what is in it, how to call it, what it needs (schema 1).
+"""The bundle's manifest: what is in it, how to call it, what it needs (schema 2).
 
 This module both reads and writes manifest.json. Canonical form: sorted keys, indent 1, ASCII,
 trailing newline; no times, hosts or absolute paths, so that the same inputs give the same bytes.
@@ -18,7 +18,7 @@ from typing import Literal
 from runtime import strict
 from runtime.errors import UserError
 
-SCHEMA = 1
+SCHEMA = 2
 FILE_NAME = "manifest.json"
 DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "i32": 4, "i8": 1}
 Dtype = Literal["f32", "bf16", "f16", "i32", "i8"]
@@ -308,7 +308,7 @@ def prefill_name(chunk: int) -> str:
 def expected_functions(
     vocab: int, slots: int, chunks: tuple[int, ...], state: tuple[StateSpec, ...]
 ) -> dict[str, FunctionSpec]:
-    """The entry points of a module of this shape, by the calling convention of schema 1."""
+    """The entry points of a module of this shape, by the calling convention of schema 2."""
 
     def i32(name: str, *shape: int) -> TensorSpec:
         return TensorSpec(name, "i32", shape)
@@ -316,21 +316,23 @@ def expected_functions(
     one = tuple(TensorSpec(s.name, s.dtype, s.shape) for s in state)
     new = tuple(TensorSpec(f"new.{s.name}", s.dtype, s.shape) for s in state)
     full = tuple(TensorSpec(s.name, s.dtype, s.batched(slots)) for s in state)
+    one_out = tuple(TensorSpec(f"out.{s.name}", s.dtype, s.shape) for s in state)
+    full_out = tuple(TensorSpec(f"out.{s.name}", s.dtype, s.batched(slots)) for s in state)
 
     def results(rows: int) -> tuple[TensorSpec, ...]:
         return (TensorSpec("logits", "f32", (rows, vocab)), i32("argmax", rows))
 
     found = {
         prefill_name(p): FunctionSpec(
-            (i32("tokens", 1, p), i32("length", 1), i32("position", 1), *one),
+            (i32("tokens", 1, p), i32("length", 1), i32("position", 1), *one, *one_out),
             (*results(1), *one),
         )
         for p in chunks
     }
     rows = (i32("tokens", slots), i32("positions", slots), i32("active", slots))
-    found["decode"] = FunctionSpec((*rows, *full), (*results(slots), *full))
-    found["seed"] = FunctionSpec((i32("slot"), *full, *new), full)
-    found["extract"] = FunctionSpec((i32("slot"), *full), one)
+    found["decode"] = FunctionSpec((*rows, *full, *full_out), (*results(slots), *full))
+    found["seed"] = FunctionSpec((i32("slot"), *full, *new, *full_out), full)
+    found["extract"] = FunctionSpec((i32("slot"), *full, *one_out), one)
     return found
 
 

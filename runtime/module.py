@@ -35,7 +35,8 @@ class Device(Protocol):
     def call(self, function: str, args: Sequence[Buffer]) -> list[Buffer]:
         """Run a function to the end; inputs and outputs in the manifest's order.
 
-        State arguments are consumed: use the returned ones (`extract` consumes nothing).
+        The trailing `out.` arguments are storage: what they held is lost, and the state results
+        are these buffers. Other arguments are only read.
         """
         ...
 

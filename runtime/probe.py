@@ -57,14 +57,17 @@ def inputs(name: str, function: FunctionSpec, vocab_size: int, seed: int) -> dic
     """Arguments of the entry `name`, by input name.
 
     States are uniform in ±STATE_SCALE, tokens uniform over the vocabulary (also where they are
-    padding), a prefill is a quarter short of its chunk, the first of several slots is inactive, and
-    `slot` is the last one.
+    padding), a prefill is a quarter short of its chunk, the first of several slots is inactive,
+    `slot` is the last one, and storage holds NaN.
     """
     tokens = next((s.shape for s in function.inputs if s.name == "tokens"), (1,))
     chunk, slots = tokens[-1], max((s.shape[0] for s in function.inputs if s.shape), default=1)
     arrays: dict[str, np.ndarray] = {}
     for spec in function.inputs:
         count = int(np.prod(spec.shape))
+        if spec.name.startswith("out.") and spec.dtype == "f32":
+            arrays[spec.name] = np.full(spec.shape, np.nan, np.float32)
+            continue
         raw = _raw(seed, f"{name}/{spec.name}", count)
         if spec.dtype == "f32":
             unit = (raw >> np.uint64(40)).astype(np.float32) / np.float32(1 << 23) - 1

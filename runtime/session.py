@@ -1,7 +1,7 @@
 """Sequences on a module: prefill in canonical chunks, slots, ragged decode.
 
-State stays on the device. A call consumes the state buffers it is given (`extract` excepted), so
-each of these objects holds the only reference to its current ones.
+State stays on the device. A call reads one set of state buffers and writes another, so each of
+these objects holds two sets, which change places with every call: nothing is allocated for a step.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class Prefill:
         state: list[Buffer] | None = None,
         cuts: Sequence[Piece] | None = None,
     ) -> None:
-        """Read `tokens`, the first at absolute `position`, from `state` (zeros if None).
+        """Read `tokens`, the first at absolute `position`, from `state` (zeros if None), whose
+        buffers are written over.
 
         `cuts` replaces the canonical cut. Raises UserError for no tokens, a token outside the
         vocabulary, or tokens beyond the context; ValueError for cuts that do not fit.
@@ -64,6 +65,8 @@ class Prefill:
         self._pieces = list(cuts) if cuts is not None else cut(position, len(tokens), chunks)
         _check_cuts(self._pieces, len(tokens), chunks)
         self._device = device
+        self._manifest = manifest
+        self._spare: list[Buffer] | None = None
         self._next = 0
         self._done = 0
         self.position = position
@@ -83,12 +86,14 @@ class Prefill:
         size, count = self._pieces[self._next]
         tokens = np.zeros((1, size), np.int32)
         tokens[0, :count] = self._tokens[self._done : self._done + count]
-        state = self.take()
         put = self._device.to_device
         arguments = [put(tokens), put(_i32(count)), put(_i32(self.position))]
+        state = self.take()
+        spare = self._spare or zero_state(self._device, self._manifest, 1)
         self.logits, self.argmax, *self.state = self._device.call(
-            prefill_name(size), arguments + state
+            prefill_name(size), [*arguments, *state, *spare]
         )
+        self._spare = state
         self._next += 1
         self._done += count
         self.position += count
@@ -111,6 +116,8 @@ class Session:
         self.manifest = manifest
         self.slots = manifest.shape.slots
         self._state: list[Buffer] | None = zero_state(device, manifest, self.slots)
+        self._spare = zero_state(device, manifest, self.slots)
+        self._zeros: list[Buffer] | None = None
         self._private: Prefill | None = None
 
     def start(
@@ -145,22 +152,19 @@ class Session:
         self._private = None
 
     def seed(self, slot: int, state: list[Buffer]) -> None:
-        """Replace the state of `slot` by one-slot buffers, which are consumed."""
-        arguments = [self._slot(slot), *self._take(), *state]
-        self._state = self.device.call("seed", arguments)
+        """Replace the state of `slot` by one-slot buffers, which are only read."""
+        self._step("seed", [self._slot(slot), *self.state, *state])
 
     def reset(self, slot: int) -> None:
         """Set the state of `slot` to zeros."""
-        self.seed(slot, zero_state(self.device, self.manifest, 1))
+        if self._zeros is None:
+            self._zeros = zero_state(self.device, self.manifest, 1)
+        self.seed(slot, self._zeros)
 
     def extract(self, slot: int) -> list[Buffer]:
         """A copy of the state of `slot`, as one-slot buffers in the manifest's order."""
-        found = self.device.call("extract", [self._slot(slot), *self.state])
-        if self.slots > 1:
-            return found
-        # All of a single slot is the state itself: the module may hand back the very buffers
-        # that the next step writes over.
-        return [self.device.to_device(self.device.to_host(buffer)) for buffer in found]
+        storage = zero_state(self.device, self.manifest, 1)
+        return self.device.call("extract", [self._slot(slot), *self.state, *storage])
 
     def decode(
         self,
@@ -175,7 +179,7 @@ class Session:
         """
         put = self.device.to_device
         arguments = [put(self._row(array)) for array in (tokens, positions, active)]
-        logits, argmax, *self._state = self.device.call("decode", arguments + self._take())
+        logits, argmax = self._step("decode", [*arguments, *self.state])
         return logits, argmax
 
     @property
@@ -185,9 +189,16 @@ class Session:
             raise ValueError("the state was lost in a call that failed")
         return self._state
 
-    def _take(self) -> list[Buffer]:
+    def _step(self, function: str, arguments: list[Buffer]) -> list[Buffer]:
+        """Call a function whose last results are all slots' state; returns the others.
+
+        What a call that fails leaves of either set is unknown: the state is then lost.
+        """
         state, self._state = self.state, None
-        return state
+        found = self.device.call(function, [*arguments, *self._spare])
+        count = len(found) - len(state)
+        self._state, self._spare = found[count:], state
+        return found[:count]
 
     def _row(self, values: np.ndarray[Any, Any] | Sequence[int]) -> np.ndarray[Any, Any]:
         row = np.asarray(values, dtype=np.int32)

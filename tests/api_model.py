@@ -26,7 +26,7 @@ def manifest(context: int | None = None, vocab: int = VOCAB) -> mf.Manifest:
     """A manifest with no more state than it needs."""
     state = (mf.StateSpec("h", "f32", (1, 4), 0, "fixed"),)
     return mf.Manifest(
-        schema=1,
+        schema=2,
         model=mf.ModelInfo(NAME, "mamba2", "dir:mamba2", None, "0" * 64, vocab, (0,), 0),
         target=mf.TargetInfo("cpu", "local", "local-task", None, (), "0", "0", ()),
         shape=mf.ShapeInfo("b2", 2, (32,), context),

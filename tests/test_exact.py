@@ -213,9 +213,9 @@ def test_padding_changes_no_bit(handed: Opened, size: int) -> None:
             tokens = np.full((1, size), padding, np.int32)
             tokens[0, :length] = text(length)
             arguments = [put(tokens), put(np.array([length], np.int32)), put(np.zeros(1, np.int32))]
-            outputs = handed.device.call(
-                f"prefill_{size}", arguments + [put(array) for array in state_in]
-            )
+            arguments += [put(array) for array in state_in]
+            arguments += zero_state(handed.device, handed.manifest, 1)
+            outputs = handed.device.call(f"prefill_{size}", arguments)
             outcomes.append(handed.hosts(outputs))
         assert all(same_bits(found, outcomes[0]) for found in outcomes)
         assert all(np.isfinite(array).all() for array in outcomes[0])

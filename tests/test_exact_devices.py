@@ -17,6 +17,7 @@ from bundles import Opened, check_no_argmax, check_references, relative, same_bi
 from artifacts import devices
 from recipes.resolve import resolve_target
 from runtime.selftest import selftest
+from runtime.session import zero_state
 
 SHAPE = "b5-p8"  # a slot for each of the handed prompts
 SPLIT = 1e-5
@@ -79,9 +80,10 @@ def test_padding_on_the_device(opened: Opened) -> None:
         tokens = np.full((1, 8), padding, np.int32)
         tokens[0, :5] = [3, 1, 4, 1, 5]
         given = [tokens, np.array([5], np.int32), np.zeros(1, np.int32)]
-        state = opened.session().start([1]).take()
         arguments = [opened.device.to_device(array) for array in given]
-        outcomes.append(opened.hosts(opened.device.call("prefill_8", arguments + state)))
+        for _ in ("state", "storage"):
+            arguments += zero_state(opened.device, opened.manifest, 1)
+        outcomes.append(opened.hosts(opened.device.call("prefill_8", arguments)))
     assert all(same_bits(outcome, outcomes[0]) for outcome in outcomes)
 
 

@@ -271,7 +271,7 @@ def test_prefill_entry_is_the_forward_pass_with_a_bounded_length(
 
 @scheduled_case
 def test_entries_are_as_described(case: cases.Case, load: Load) -> None:
-    """Declared inputs and outputs are what the functions take and give; states are consumed."""
+    """Declared inputs and outputs are what the functions take and give; states have storage."""
     driver = load(case)
     structs = {n: jax.ShapeDtypeStruct(p.shape, p.dtype) for n, p in driver.params.items()}
     names = [e.name for e in entries(driver.model, Shape.parse("b4-p8+64"))]
@@ -280,8 +280,7 @@ def test_entries_are_as_described(case: cases.Case, load: Load) -> None:
         e = entry(driver, name)
         out = jax.eval_shape(e.fn, structs, *(struct for _, struct in e.inputs))
         assert [(o.shape, o.dtype) for o in out] == [(s.shape, s.dtype) for _, s in e.outputs]
-        consumed = {e.inputs[i][0] for i in e.consumed}
-        assert consumed == (set() if name == "extract" else {s.name for s in driver.model.state})
+        assert [e.outputs[i][0] for _, i in e.storage] == [s.name for s in driver.model.state]
 
 
 # --- the build's own oracle ------------------------------------------------------------------

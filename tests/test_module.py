@@ -20,6 +20,7 @@ from runtime import manifest as mf
 from runtime import params_random as pr
 from runtime.errors import UserError
 from runtime.module import Module, runtime_bytecode_version
+from runtime.session import zero_state
 
 pytestmark = pytest.mark.iree
 ROOT = Path(__file__).parent.parent
@@ -135,8 +136,9 @@ def test_random_parameters_equal_the_archive_of_the_same_seed(device):
     for seed in (None, 7, 8):
         module = Module.open(bundle, manifest, random_params=seed)
         state = [module.zeros(s.dtype, s.batched(toy.SLOTS)) for s in manifest.state]
+        storage = zero_state(module, manifest, toy.SLOTS)
         put = [module.to_device(np.array(v, np.int32)) for v in ([1, 2, 3], [0, 1, 2], [1, 1, 1])]
-        rows.append(module.to_host(module.call("decode", [*put, *state])[0]))
+        rows.append(module.to_host(module.call("decode", [*put, *state, *storage])[0]))
     assert np.array_equal(rows[0], rows[1])
     assert not np.allclose(rows[0], rows[2], atol=0.1)
 
@@ -179,26 +181,29 @@ def test_a_call_costs_little():
     manifest = mf.load(bundle)
     module = Module.open(bundle, manifest, device="local-sync")
     state = [module.zeros(s.dtype, s.batched(toy.SLOTS)) for s in manifest.state]
+    storage = zero_state(module, manifest, 1)
     slot = module.to_device(np.asarray(0, np.int32))
     best = 1.0
     for _ in range(5):
         start = time.perf_counter()
         for _ in range(200):
-            module.call("extract", [slot, *state])
+            module.call("extract", [slot, *state, *storage])
         best = min(best, (time.perf_counter() - start) / 200)
     assert best < 50e-6
 
 
-def test_state_is_updated_in_place():
-    """Donated state comes back in the buffer it went in with."""
+def test_state_is_written_to_the_storage_it_was_given():
+    """And the state that was read stays as it was."""
     bundle = toy.bundle()
     manifest = mf.load(bundle)
     module = Module.open(bundle, manifest, device="local-sync")
     state = [module.zeros(s.dtype, s.batched(toy.SLOTS)) for s in manifest.state]
     put = module.to_device(np.ones(toy.SLOTS, np.int32))
-    out = module.call("decode", [put, put, put, *state])
-    for before, after in zip(state, out[2:], strict=True):
-        assert np.array_equal(module.to_host(before), module.to_host(after))
+    storage = zero_state(module, manifest, toy.SLOTS)
+    out = module.call("decode", [put, put, put, *state, *storage])
+    for before, kept, after in zip(state, storage, out[2:], strict=True):
+        assert module.to_host(after).any() and not module.to_host(before).any()
+        assert np.array_equal(module.to_host(kept), module.to_host(after))
 
 
 def test_missing_device_lists_those_that_are_here(bundle):
@@ -307,4 +312,4 @@ def test_a_failing_call_is_one_line():
     module = Module.open(bundle, mf.load(bundle), device="local-sync")
     bad = module.zeros("f32", (5, 5))
     with pytest.raises(UserError, match="decode failed on device 'local-sync'"):
-        module.call("decode", [bad] * 5)
+        module.call("decode", [bad] * 7)

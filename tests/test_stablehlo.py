@@ -96,21 +96,22 @@ def test_signatures_are_the_declared_ones() -> None:
 
     for entry in entries(model, SHAPE):
         text = lower(entry, param_structs(model, "f32"))
-        assert signature(text, entry.name) == (kinds(entry.inputs), kinds(entry.outputs))
+        assert signature(text, entry.name) == (kinds(entry.arguments), kinds(entry.outputs))
 
 
-def test_states_are_marked_as_consumed_and_nothing_else_is() -> None:
-    """A state is the caller's no more after the call, except after `extract`."""
+def test_every_state_output_has_storage_that_nothing_reads() -> None:
     model = Model.of(case_config("plain"))
     for entry in entries(model, SHAPE):
         text = lower(entry, param_structs(model, "f32"))
         line = next(line for line in text.split("\n") if "func.func public" in line)
-        arguments = line.split(") -> ", 1)[0].split("%arg")[1:]
-        assert len(arguments) == len(entry.inputs)
-        marked = tuple(i for i, argument in enumerate(arguments) if "iree.abi" in argument)
-        assert marked == entry.consumed
-        names = {entry.inputs[i][0] for i in marked}
-        assert names == (set() if entry.name == "extract" else {s.name for s in model.state})
+        arguments = line.split(") -> ", 1)[0].split("%")[1:]
+        assert len(arguments) == len(entry.inputs) + len(entry.storage) == len(entry.arguments)
+        marks = [re.search(r"iree\.abi\.output = (\d+) : index", text) for text in arguments]
+        assert not any(marks[: len(entry.inputs)]) and "iree.abi.consume" not in text
+        stored = [int(mark[1]) for mark in marks[len(entry.inputs) :] if mark]
+        assert [f"out.{entry.outputs[i][0]}" for i in stored] == [n for n, _ in entry.storage]
+        assert {entry.outputs[i][0] for i in stored} == {s.name for s in model.state}
+        assert text.count("%out0") == 1
 
 
 def test_text_does_not_grow_with_the_weights() -> None:

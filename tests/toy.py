@@ -136,25 +136,25 @@ def _type(dtype: str, shape: tuple[int, ...]) -> str:
 
 def emit(name: str, spec: mf.FunctionSpec, params: tuple[mf.ParamSpec, ...]) -> tuple[str, str]:
     """(global lines, functions) of one entry: a public wrapper that loads the parameters."""
-    avals = [jax.ShapeDtypeStruct(p.shape, _JNP[p.dtype]) for p in params]
-    inputs = [jax.ShapeDtypeStruct(i.shape, _JNP[i.dtype]) for i in spec.inputs]
+    inputs = [tensor for tensor in spec.inputs if not tensor.name.startswith("out.")]
+    avals = [jax.ShapeDtypeStruct(p.shape, _JNP[p.dtype]) for p in (*params, *inputs)]
     flat = lambda *a: graph(name)(a[: len(params)], *a[len(params) :])  # noqa: E731
-    text = jax.jit(flat, keep_unused=True).lower(*avals, *inputs).as_text()
+    text = jax.jit(flat, keep_unused=True).lower(*avals).as_text()
     body = text[text.index("func.func") : text.rindex("}")]
     body = body.replace("func.func private @", f"func.func private @{name}.")
     body = body.replace("call @", f"call @{name}.")
     body = body.replace("func.func public @main", f"func.func private @{name}.main")
-    donated = {o.name: i for i, o in enumerate(spec.outputs)} if name != "extract" else {}
+    outputs = {f"out.{o.name}": i for i, o in enumerate(spec.outputs)}
     args, loads, results = [], [], []
     for i, arg in enumerate(spec.inputs):
-        alias = donated.get(arg.name)
-        note = "" if alias is None else f" {{tf.aliasing_output = {alias} : i32}}"
+        output = outputs.get(arg.name)
+        note = "" if output is None else f" {{iree.abi.output = {output} : index}}"
         args.append(f"%a{i}: {_type(arg.dtype, arg.shape)}{note}")
     for i, p in enumerate(params):
         loads.append(f'    %p{i} = util.global.load @"{p.name}" : {_type(p.dtype, p.shape)}')
     results = [_type(o.dtype, o.shape) for o in spec.outputs]
-    kinds = [_type(t.dtype, t.shape) for t in (*params, *spec.inputs)]
-    values = [f"%p{i}" for i in range(len(params))] + [f"%a{i}" for i in range(len(args))]
+    kinds = [_type(t.dtype, t.shape) for t in (*params, *inputs)]
+    values = [f"%p{i}" for i in range(len(params))] + [f"%a{i}" for i in range(len(inputs))]
     count = f":{len(results)}" if len(results) > 1 else ""
     names = [f"%r#{i}" for i in range(len(results))] if count else ["%r"]
     wrapper = "\n".join(
@@ -191,7 +191,7 @@ def make_manifest(
     """The toy's manifest."""
     state, context = (HYBRID_STATE, CONTEXT) if hybrid else (STATE, None)
     return mf.Manifest(
-        schema=1,
+        schema=mf.SCHEMA,
         model=mf.ModelInfo("toy", "toy", "dir:toy", None, "0" * 64, V, (0,), None),
         target=mf.TargetInfo(
             "cpu" if device == "local" else device,

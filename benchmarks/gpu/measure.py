@@ -31,7 +31,7 @@ from runtime import params_random
 from runtime.errors import UserError, report
 from runtime.hal import driver_of, open_device, rt
 from runtime.module import open_bundle
-from runtime.session import Session
+from runtime.session import Session, zero_state
 
 HERE = Path(__file__).resolve().parent
 SEED = 0
@@ -108,18 +108,24 @@ class Steps:
         tokens = np.arange(self.chunk, dtype=size)[None] * 7919 % self.manifest.model.vocab_size
         self.rows = [put(row) for row in self.host_rows]
         self.prompt = [put(tokens), put(np.array([self.chunk], size)), put(np.zeros(1, size))]
-        self.one = self.session.start([0]).take()
-        self.all = list(self.session.state)
+        self.one, self.one_out = (zero_state(self.device, self.manifest, 1) for _ in range(2))
+        self.all, self.all_out = (
+            zero_state(self.device, self.manifest, self.slots) for _ in range(2)
+        )
         self.argmax: Any = None
 
     def decode(self) -> None:
         """One decode of all slots: nothing but the call."""
-        _, self.argmax, *self.all = self.device.call("decode", [*self.rows, *self.all])
+        before = self.all
+        _, self.argmax, *self.all = self.device.call("decode", [*self.rows, *before, *self.all_out])
+        self.all_out = before
 
     def prefill(self) -> None:
         """One full chunk of one sequence: nothing but the call."""
         name = f"prefill_{self.chunk}"
-        _, self.argmax, *self.one = self.device.call(name, [*self.prompt, *self.one])
+        before = self.one
+        _, self.argmax, *self.one = self.device.call(name, [*self.prompt, *before, *self.one_out])
+        self.one_out = before
 
     def upload(self) -> None:
         """The inputs of a decode from the host."""

@@ -29,7 +29,11 @@ MASKED = -1e30  # exp of it is exactly 0; an infinity would make NaN where it me
 def step(
     x: Array, dt: Array, A: Array, Bm: Array, Cm: Array, D: Array, state: Array
 ) -> tuple[Array, Array]:
-    """One token: x [B, 1, H, P] -> (y [B, 1, H, P], state)."""
+    """One token: x [B, 1, H, P] -> (y [B, 1, H, P], state).
+
+    h C is taken as decay (h[t-1] C) + dt x (B C), so that nothing reads the new state: it is then
+    written straight to where the caller wants it, and not to a temporary and copied from there.
+    """
     B, _, H, P = x.shape
     G, N = Bm.shape[2:]
     decay = jnp.exp(dt[:, 0] * A)
@@ -38,8 +42,10 @@ def step(
     grouped = state.reshape(B, G, H // G, P, N)
     update = inputs.reshape(B, G, H // G, P, 1) * Bm[:, 0, :, None, None, :]
     new = grouped * decay.reshape(B, G, H // G, 1, 1) + update
-    y = jnp.sum(new * Cm[:, 0, :, None, None, :], axis=-1).reshape(B, 1, H, P)
-    return y + D[:, None] * x, new.reshape(B, H, P, N)
+    read = jnp.sum(grouped * Cm[:, 0, :, None, None, :], axis=-1)
+    dot = jnp.sum(Bm[:, 0] * Cm[:, 0], axis=-1)[:, :, None, None]
+    y = read * decay.reshape(B, G, H // G, 1) + inputs.reshape(B, G, H // G, P) * dot
+    return y.reshape(B, 1, H, P) + D[:, None] * x, new.reshape(B, H, P, N)
 
 
 def scan(
