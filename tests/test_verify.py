@@ -229,7 +229,7 @@ def test_inspect_tells_what_it_is(capsys):
     assert main(["inspect", str(bundle)]) == 0
     out = capsys.readouterr().out
     for word in ("toy", "3 slots", "96 B a slot", "h: f32[1, 8]", "fixed", "bytecode 17.0",
-                 "prefill_8 (5 → 4)", "model.vmfb", manifest.files.module.sha256[:16]):  # fmt: skip
+                 "prefill_8 (7 → 4)", "model.vmfb", manifest.files.module.sha256[:16]):  # fmt: skip
         assert word in out
     assert not any(line.endswith(" ") for line in out.splitlines())
 
