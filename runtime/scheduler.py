@@ -28,8 +28,8 @@ class Ticket:
 
     `tokens` are all ids of the sequence, of which the first `fed` are in its state and the first
     `prompt_end` were not generated here. `samples`: the sampler picks, not the device's argmax;
-    `needs_row`: the logits of its row cross to the host. `work` is the prefill in progress, `parked` the state of
-    a sequence that gave way; both are the engine's.
+    `needs_row`: the logits of its row cross to the host. `work` is the prefill in progress,
+    `parked` the state of a sequence that gave way; both are the engine's.
     """
 
     id: int
