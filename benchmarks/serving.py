@@ -154,7 +154,7 @@ class Rig:
 
     def __init__(self, bundle: Path) -> None:
         self.manifest = manifests.load(bundle)
-        self.device = Timed(Module.open(bundle, self.manifest))
+        self.device: Any = Timed(Module.open(bundle, self.manifest))
         self.words = Tokenizer((bundle / "tokenizer.json").read_text())
         self.engine: Any = None
 

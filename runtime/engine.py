@@ -387,8 +387,11 @@ def _greedy(token: int) -> int:
 
 
 def _line(error: Exception) -> str:
-    text = " ".join(str(error).split())
-    return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
+    """What a client may read of an error; a defect's own words go to stderr."""
+    if isinstance(error, UserError):
+        return " ".join(str(error).split())
+    report(error)
+    return f"unexpected {type(error).__name__}; its message is in the log (stderr)"
 
 
 def _sampler(request: Request) -> Sampler:

@@ -237,7 +237,7 @@ def test_bfloat16_state_comes_back_to_the_bit(tmp_path: Path) -> None:
     spec = manifests.StateSpec("kv", "bf16", (1, 2, 5), 0, "per_position")
     functions = manifests.expected_functions(fake_device.V, 3, (4, 8), (spec,))
     manifest = replace(plain, state=(spec,), functions=functions)
-    values = np.arange(10).reshape(1, 2, 5).astype(ml_dtypes.bfloat16) / 3
+    values = (np.arange(10).reshape(1, 2, 5) / 3).astype(ml_dtypes.bfloat16)
     saved = Saved(manifest.digest, (1, 2), 1, 1, None, 0, {"kv": values})
     conversations.save(saved, manifest, tmp_path / "f")
     found = conversations.load(tmp_path / "f", manifest).state["kv"]
