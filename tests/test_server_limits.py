@@ -355,3 +355,18 @@ def test_max_chunk_leaves_larger_chunks_out(bundle: Path) -> None:
             assert server.complete(prompt=[1] * 16, max_tokens=1, temperature=0).status == 200
             time.sleep(0.05)  # a step is counted at its end
             assert server.slots()["steps"] == steps
+
+
+def test_priorities_are_for_servers_that_allow_them(bundle: Path) -> None:
+    """The fourth request takes the slot of the last of three, which then ends all the same."""
+    short = {"prompt": [1, 2], "max_tokens": 3, "ignore_eos": True, "priority": -1}
+    with Server(bundle) as server:
+        refused = server.complete(**short)
+        assert refused.status == 400 and refused.json()["error"]["param"] == "priority"
+    with Server(bundle, "--priorities", "--max-tokens", 1_000_000) as server:
+        streams = [server.stream(prompt=[1, 2], max_tokens=3000, ignore_eos=True) for _ in range(3)]
+        assert server.complete(**short).status == 200
+        assert server.slots()["preempted"] == 1
+        for events in streams:
+            with events:
+                assert len(list(events)) > 0 and events.done

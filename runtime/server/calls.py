@@ -247,7 +247,7 @@ def _priority(fields: Fields, model: Model) -> int:
     """vLLM's meaning: lower goes first."""
     value = fields.integer("priority", -_PRIORITIES, _PRIORITIES) or 0
     if value and not model.limits.priority:
-        wrong("priority", value, "0: this server takes no priorities from clients")
+        wrong("priority", value, "0: this server was started without --priorities")
     return -value
 
 

@@ -67,6 +67,11 @@ def _add_limits(group: Any) -> None:
         "--max-chunk", "N", whole, None,
         "use no prefill chunk larger than N: a prompt holds running requests up for one chunk",
     )  # fmt: skip
+    group.add_argument(
+        "--priorities",
+        action="store_true",
+        help="clients may send priority: lower goes first, and takes a slot if none is idle",
+    )
     limit("--request-timeout", "S", seconds, 600.0, "seconds until a request is ended with 504")
     limit(
         "--client-timeout", "S", seconds, 30.0,
@@ -128,6 +133,7 @@ def _limits(args: argparse.Namespace) -> Any:
         completion_tokens=args.max_tokens,
         n=args.max_n,
         deadline_s=args.request_timeout,
+        priority=args.priorities,
     )
 
 
