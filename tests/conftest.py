@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Generator, Iterator
 
 import pytest
@@ -12,12 +13,15 @@ OURS = ("SCANWRIGHT_DEBUG", "SCANWRIGHT_CACHE")
 
 @pytest.fixture(scope="session", autouse=True)
 def no_user_settings(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """No test reads or fills the user's cache, sees the debug setting, or asks a real hub."""
+    """No test reads or fills the user's cache, sees the debug setting, or asks a real hub; and
+    Ctrl-C reaches the processes that tests start, however the tests were started."""
     with pytest.MonkeyPatch.context() as patch:
         for name in [n for n in os.environ if n in OURS or n.startswith("HF_")]:
             patch.delenv(name)
         patch.setenv("SCANWRIGHT_CACHE", str(tmp_path_factory.getbasetemp() / "unset-cache"))
         patch.setenv("JAX_PLATFORMS", "cpu")
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # a shell's background job
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         yield
 
 

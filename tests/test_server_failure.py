@@ -13,6 +13,7 @@ from bundles import Opened
 from server import Answer, toy_bundle
 
 from runtime.engine import Engine
+from runtime.errors import UserError
 from runtime.server import app as server_app
 from runtime.server.app import Server, Settings
 from runtime.server.model import Model
@@ -40,7 +41,7 @@ def serve(bundle: Path, breaks_after: int, client: Callable[[Server, Any], Any])
         nonlocal left
         left -= 1
         if left < 0:
-            raise RuntimeError("the device is lost")
+            raise UserError("the device is lost")
         return call(function, arguments)
 
     opened.device.call = breaking  # type: ignore[method-assign]
