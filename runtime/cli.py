@@ -180,6 +180,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("top-logits: found without --json, expected --json beside it")
     if args.top_logits < 0:
         raise UserError(f"top-logits: found {args.top_logits}, expected 0 (off) or more")
+    if args.save_session is not None:
+        _check_writable(args.save_session)
     _check_directory(args.bundle)
     manifest = manifests.load(args.bundle)
     tokenizer = tokenizers.load(args.bundle, manifest.files.tokenizer)
@@ -247,6 +249,15 @@ def _check_usage(args: argparse.Namespace) -> None:
         )
 
 
+def _check_writable(path: Path) -> None:
+    """Raise UserError if a file cannot be made at `path`, before anything is generated."""
+    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
+        raise UserError(
+            f"save-session: cannot write {path}, expected a file name in a directory that can be"
+            " written"
+        )
+
+
 def _sampling(args: argparse.Namespace, tokenizer: Tokenizer | None) -> SamplingParams:
     """What the sampling flags ask for. Raises UserError."""
     import dataclasses
@@ -277,7 +288,8 @@ def _prompt(args: argparse.Namespace, tokenizer: Tokenizer | None) -> tuple[int,
     if not text:
         where = "prompt" if args.prompt is not None else str(args.prompt_file)
         raise UserError(f"{where}: found an empty prompt, expected some text")
-    return tuple(tokenizer.encode(text))
+    # what goes on with a conversation does not begin a text
+    return tuple(tokenizer.encode(text, special=args.session is None))
 
 
 def _read_text(path: Path) -> str:

@@ -86,10 +86,15 @@ def _overlaps(
 ) -> Iterable[tuple[int, tuple[int, ...]]]:
     """(token, tail) of every way in which `text` can begin inside a token."""
     starts = [text[:size] for size in range(1, len(text))]
+    any_start, first = tuple(starts), text[:1]
     tails: dict[int, tuple[int, ...]] = {}
     for token, piece in enumerate(pieces):
+        if first not in piece:  # as with nearly every token
+            continue
         if text in piece:
             yield token, ()
+            continue
+        if not piece.endswith(any_start):
             continue
         for start in starts:
             if piece.endswith(start):
@@ -108,7 +113,10 @@ def _split(
     except UnicodeDecodeError:
         found = []
         while rest and len(found) < _LONGEST_TAIL:
-            fits = [i for i, piece in enumerate(pieces) if piece and rest.startswith(piece)]
+            first = rest[:1]
+            fits = [
+                i for i, piece in enumerate(pieces) if piece[:1] == first and rest.startswith(piece)
+            ]
             if not fits:
                 break
             found.append(max(fits, key=lambda i: (len(pieces[i]), -i)))

@@ -178,7 +178,8 @@ class Engine:
             ticket.fed = saved.fed
             state = [self._session.device.to_device(a) for a in saved.arrays(self.manifest)]
         unread = ticket.tokens[ticket.fed :]
-        if state is not None and not request.prompt and len(unread) == 1:
+        generated = saved is not None and saved.fed >= saved.prompt_tokens
+        if generated and not request.prompt and len(unread) == 1:
             ticket.parked = state  # goes on as if it had never stopped
         elif not request.score_prompt:
             pieces = cut(ticket.fed, len(unread), self._chunks)
@@ -188,6 +189,8 @@ class Engine:
         """Resume a ticket that has just got a slot, whose state is zero."""
         if ticket.work is not None:
             ticket.phase = "prefill"
+        elif ticket.parked is not None and ticket.limit < 1 and not ticket.request.score_prompt:
+            self._retire(ticket, "length")
         elif ticket.parked is not None:
             state, ticket.parked = ticket.parked, None
             self._feed(ticket, state)
@@ -228,6 +231,7 @@ class Engine:
         for ticket in tickets:
             slot = _slot(ticket)
             ticket.fed += 1
+            self._counts["prefill_tokens"] += ticket.fed <= ticket.prompt_end
             if ticket.fed < ticket.prompt_end:
                 self._score(ticket, rows[slot])
             elif self._choose(ticket, rows.get(slot), ids, slot):

@@ -68,6 +68,14 @@ class Saved:
                 f" {manifest.shape.name}); a state is good for the bundle that made it alone:"
                 " open that one, or start again from the text"
             )
+        expected = {spec.name: spec.shape for spec in manifest.state}
+        if expected != {name: array.shape for name, array in self.state.items()}:
+            raise UserError(
+                "saved conversation: its state tensors are not those of the manifest;"
+                " start again from the text"
+            )
+        if self.seed is not None and not 0 <= self.seed < 2**64:
+            raise UserError(f"saved conversation: seed {self.seed}, expected 0 to 2**64 - 1")
         vocab = manifest.model.vocab_size
         if odd := [token for token in self.tokens if not 0 <= token < vocab]:
             raise UserError(

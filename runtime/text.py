@@ -31,11 +31,15 @@ class Detokenizer(Protocol):
 
 
 class PieceDetokenizer:
-    """For tokenizers in which every token stands for fixed bytes (`piece(id)`)."""
+    """For tokenizers in which every token stands for fixed bytes (`piece(id)`).
 
-    def __init__(self, piece: Callable[[int], bytes]) -> None:
+    A character that `prompt` leaves unfinished comes out whole with its last byte.
+    """
+
+    def __init__(self, piece: Callable[[int], bytes], prompt: Sequence[int] = ()) -> None:
         self._piece = piece
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        self._decoder.decode(b"".join(map(piece, prompt[-4:])))
 
     def push(self, token: int) -> str:
         """Text that `token` completes, maybe empty."""

@@ -92,7 +92,7 @@ class Tokenizer:
         """A detokenizer for text that continues `prompt`."""
         if self._replacements is None:
             return WindowDetokenizer(self.decode, prompt)
-        return PieceDetokenizer(self.piece)
+        return PieceDetokenizer(self.piece, prompt)
 
     def piece(self, token: int) -> bytes:
         """Bytes that `token` stands for in the middle of a text; none for special or unknown ids.

@@ -78,7 +78,7 @@ class Worker:
                 if left is not None and left <= 0:
                     return False
                 self._wake.wait(left if left is None else min(left, 0.5))
-        return True
+            return not (self._busy or self._work)
 
     def close(self) -> None:
         """Cancel what still runs and end the thread."""

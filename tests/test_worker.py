@@ -131,7 +131,7 @@ def test_a_worker_that_never_started_closes() -> None:
     rig = Rig()
     sink = Wait()
     rig.worker.submit(Request((1,), 1), sink)
-    assert rig.worker.drain(0.1) is True
+    assert rig.worker.drain(0.1) is False
     rig.worker.close()
     assert sink.reason == "cancelled"
 

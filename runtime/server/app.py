@@ -114,16 +114,14 @@ class Server:
 
     async def generate(self, parse: Parse, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one generation. Raises ApiError as long as nothing of the answer is out."""
-        if self.draining:
-            raise self._unavailable(
-                "draining", "server: shutting down; try another, or again later"
-            )
+        self._check_open()
         settings = self._settings
         headers = Headers(scope=scope)
-        body = await read_body(headers, receive, settings.max_body, settings.client_timeout_s)
         self._active += 1
         self._quiet.clear()
         try:
+            body = await read_body(headers, receive, settings.max_body, settings.client_timeout_s)
+            self._check_open()  # a body may take its time
             call = await self._parse(parse, body)
             await self._run(call, self._submit(call), receive, send)
         finally:
@@ -131,8 +129,14 @@ class Server:
             if not self._active:
                 self._quiet.set()
 
+    def _check_open(self) -> None:
+        if self.draining:
+            raise self._unavailable(
+                "draining", "server: shutting down; try another, or again later"
+            )
+
     async def _parse(self, parse: Parse, body: bytes) -> Call:
-        if len(body) <= _INLINE_BYTES:
+        if len(body) <= _INLINE_BYTES and b"dry_" not in body:  # DRY may walk the vocabulary
             return parse(body, self._model)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, parse, body, self._model)

@@ -48,6 +48,9 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "prediction": (),
     "prompt_logprobs": (),
+    "n_predict": (),
+    "repeat_last_n": (),
+    "repeat_penalty": (1, 1.0),
     "response_format": ({"type": "text"},),
     "return_tokens_as_token_ids": (False,),
     "skip_special_tokens": (True,),
@@ -143,6 +146,16 @@ def build(
         priority=_priority(fields, model),
         deadline_s=model.limits.deadline_s,
     )
+    if logprobs is not None:
+        scored = sum(map(len, prompts)) if request.score_prompt else 0
+        entries = n * (scored + len(prompts) * request.max_tokens) * (logprobs + 1)
+        if entries > model.limits.entries:
+            raise ApiError(
+                400,
+                f"logprobs: found {entries} of them to list (choices, times tokens, times logprobs"
+                f" and 1), expected at most {model.limits.entries}; lower max_tokens or n",
+                "logprobs",
+            )
     each = [_seeded(sampling, place) for place in range(n)]
     return Call(
         chat=chat,

@@ -24,6 +24,9 @@ def parse_completion(body: bytes, model: Model) -> Call:
     check_model(fields, model)
     refuse_unknown_meanings(fields)
     fields.only("suffix", ("",), "expected it left out: this server does not insert text")
+    fields.only("add_special_tokens", (True,), "expected it left out; send token ids instead")
+    fields.only("max_completion_tokens", (), "expected max_tokens")
+    fields.only("top_logprobs", (), "expected logprobs, a number")
     prompts, texts = _prompts(fields.get("prompt"), model)
     max_tokens = read_max_tokens(fields, "max_tokens", 0, model)
     call = build(

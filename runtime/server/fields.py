@@ -225,8 +225,9 @@ def _same(value: Any, plain: Any) -> bool:
 def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = _line(next(key for key in keys if keys.count(key) > 1))[:_SHOWN]
+        seen: set[str] = set()
+        again = next(key for key, _ in pairs if key in seen or seen.add(key))
+        twice = _line(again)[:_SHOWN]
         raise ApiError(400, f"{twice}: found twice in one object, expected once", twice)
     return found
 

@@ -29,7 +29,8 @@ class Limits:
     """What one call may ask for; the body's size is the HTTP side's business.
 
     `prompt_tokens` and `completion_tokens` are for each choice, `choices` is prompts times n,
-    `stop_chars` the length of each stop string. A client may set `priority` only if it is true.
+    `stop_chars` the length of each stop string, `entries` the log-probabilities of one answer. A
+    client may set `priority` only if it is true.
     Raises UserError that names the field.
     """
 
@@ -40,11 +41,12 @@ class Limits:
     stops: int = 16
     stop_chars: int = 256
     logprobs: int = 20
+    entries: int = 100_000
     priority: bool = False
     deadline_s: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("prompt_tokens", "completion_tokens", "n", "choices", "stop_chars"):
+        for name in ("prompt_tokens", "completion_tokens", "n", "choices", "stop_chars", "entries"):
             if getattr(self, name) < 1:
                 raise UserError(f"{name}: found {getattr(self, name)}, expected 1 or more")
         for name in ("stops", "logprobs"):

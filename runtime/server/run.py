@@ -92,12 +92,13 @@ def run(args: argparse.Namespace) -> int:
     """
     try:
         import runtime.server.app
+        import runtime.server.protocol
     except ModuleNotFoundError as error:
         if (error.name or "").split(".")[0] in ("iree", "runtime"):
             raise
         raise UserError(
             f"serve: no package {error.name}, expected the extra `serve`; run"
-            " pip install 'scanwright[serve]'"
+            " pip install '.[serve]' where the project is, or pip install 'scanwright[serve]'"
         ) from error
     from runtime import manifest as manifests
     from runtime.server import guard
@@ -109,7 +110,7 @@ def run(args: argparse.Namespace) -> int:
     chunks = _chunks(manifest, args.max_chunk)
     protected = keys is not None or args.insecure
     sockets = guard.bind(args.host, args.port, protected=protected)
-    model = Model.open(args.bundle, _limits(args), manifest=manifest)
+    model = Model.open(args.bundle, _limits(args, manifest), manifest=manifest)
     sys.setswitchinterval(_SWITCH_S)
     bridge = Bridge()
     worker = _worker(args, manifest, chunks, bridge)
@@ -125,10 +126,11 @@ def run(args: argparse.Namespace) -> int:
         worker.close()
 
 
-def _limits(args: argparse.Namespace) -> Any:
+def _limits(args: argparse.Namespace, manifest: Manifest) -> Any:
     from runtime.server.model import Limits
 
     return Limits(
+        choices=min(Limits.choices, args.queue + manifest.shape.slots),  # more never fit
         prompt_tokens=args.max_prompt,
         completion_tokens=args.max_tokens,
         n=args.max_n,
