@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 import tokenizers
 import toy
-from tokenizers import decoders, models, pre_tokenizers
+from tokenizers import decoders, models, pre_tokenizers, processors
 
 from runtime import cli
 from runtime import manifest as mf
@@ -330,3 +330,41 @@ def test_a_full_disk_under_stdout_is_one_line(bundle: Path) -> None:
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE)
     assert done.returncode == 1
     assert done.stderr == b"error: stdout: No space left on device\n"
+
+
+@pytest.mark.iree
+def test_a_prompt_that_goes_on_begins_no_text(tmp_path: Path, capsys: Any) -> None:
+    """The tokenizer's begin token is for the first turn alone."""
+    made = with_tokenizer(toy.copy(toy.bundle(), tmp_path / "bos"))
+    path = made / "tokenizer.json"
+    inner = tokenizers.Tokenizer.from_file(str(path))
+    end = inner.token_to_id("<end>")
+    inner.post_processor = processors.TemplateProcessing(
+        single="<end> $A", special_tokens=[("<end>", end)]
+    )
+    path.write_text(inner.to_str(), "utf-8")
+    data = path.read_bytes()
+    ref = mf.FileRef(path.name, hashlib.sha256(data).hexdigest(), len(data))
+    edit(made, lambda m: dataclasses.replace(m.files, tokenizer=(ref,)), "files")
+    saved = tmp_path / "talk"
+    words = ["generate", str(made), "--prompt", "a", "--max-tokens", "2", "--ignore-eos", "--json"]
+    prompts = []
+    for more in (["--save-session", str(saved)], ["--session", str(saved)]):
+        assert cli.main([*words, *more]) == 0
+        prompts.append(json.loads(capsys.readouterr().out)["prompt_tokens"])
+    assert prompts[0] == [end, *prompts[1]] and len(prompts[1]) == 1
+    for bad in (tmp_path, tmp_path / "no" / "where"):
+        assert cli.main([*words, "--save-session", str(bad)]) == 1
+        assert "save-session: cannot write" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("package", ["uvicorn", "httptools", "starlette"])
+def test_a_server_without_its_packages_is_one_line(
+    package: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    for name in [n for n in sys.modules if n.startswith(("runtime.server", package))]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, package, None)
+    assert cli.main(["serve", "bundle"]) == 1
+    err = capsys.readouterr().err
+    assert package in err and "the extra `serve`" in err and err.count("\n") == 1

@@ -295,3 +295,43 @@ def test_the_command_refuses_what_does_not_belong(
     ):
         assert main(["generate", bundle, "--max-tokens", "1", *words]) != 0
         assert line in capsys.readouterr().err
+
+
+def test_no_tokens_may_be_asked_of_a_conversation() -> None:
+    saved, _ = kept(Request(PROMPT, 4, ignore_eos=True))
+    rig = Rig()
+    _, sink = rig.submit(Request((), 0, saved=saved, keep=True))
+    rig.finish()
+    assert (sink.reason, sink.tokens, rig.device.calls.count("decode")) == ("length", [], 0)
+    again = sink.endings[0].saved
+    assert again is not None and again.tokens == saved.tokens and again.fed == saved.fed
+
+
+def test_one_prompt_token_that_is_left_is_read_by_a_prefill() -> None:
+    want = Request(tuple(range(9)), 3, ignore_eos=True, keep=True)
+    rig = Rig(slots=1)
+    ticket, sink = rig.submit(want)
+    rig.steps(1)
+    rig.engine.cancel(ticket)
+    rig.finish()
+    saved = sink.endings[0].saved
+    assert saved is not None and saved.pending == (8,)
+    rig.device.calls.clear()
+    _, rest = rig.submit(Request((), 3, ignore_eos=True, saved=saved))
+    rig.finish()
+    assert rig.device.calls[0] == "prefill_4" and rest.tokens == solo(want)
+
+
+@pytest.mark.parametrize(
+    ("change", "line"),
+    [
+        ({"state": {}}, "its state tensors are not those of the manifest"),
+        ({"seed": 1 << 70}, "seed 1180591620717411303424"),
+    ],
+)
+def test_a_conversation_made_by_hand_is_checked(change: dict, line: str) -> None:
+    saved, _ = kept(Request(PROMPT, 4, ignore_eos=True))
+    rig = Rig()
+    with pytest.raises(UserError, match=line):
+        rig.submit(Request((1,), 1, saved=replace(saved, **change)))
+    assert rig.engine.failed is None

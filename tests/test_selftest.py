@@ -180,3 +180,10 @@ def test_logits_handed_to_a_sink_stay_as_they_are() -> None:
         opened.device.to_device(np.full((3, toy.V), 7.0, np.float32))
     assert len(held) > 100
     assert all(row.tobytes() == before for row, before in held)
+
+
+def test_one_slot_is_enough() -> None:
+    opened = Opened.open(toy.bundle(slots=1))
+    report = selftest(opened.device, opened.manifest, 60, seed=1)
+    assert report.failures == [] and report.other_slot == [0, 0]
+    assert all(report.events[event] for event in ("cancelled", "preempted", "saved and restored"))

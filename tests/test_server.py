@@ -378,3 +378,23 @@ def test_the_drain_timeout_cuts_off(bundle: Path) -> None:
             assert last["error"]["code"] == "cancelled"
         assert server.wait(5) == 1
     assert server.errors.startswith("error: drain-timeout: ") and server.errors.count("\n") == 1
+
+
+def test_a_body_that_is_still_coming_at_a_drain_is_turned_away_in_json(bundle: Path) -> None:
+    body = json.dumps({"prompt": [1, 2], "max_tokens": 3}).encode()
+    with Server(bundle) as server, server.connect() as sock:
+        sock.sendall(post("/v1/completions", body) + body[:10])
+        time.sleep(0.2)
+        server.signal(signal.SIGTERM)
+        server.until(lambda: server.get("/ready").status == 503)
+        sock.sendall(body[10:])
+        assert read_answer(sock).error(503)["code"] == "draining"
+        assert server.wait() == 0
+
+
+def test_choices_that_never_fit_are_refused_at_once(bundle: Path) -> None:
+    with Server(bundle, "--queue", 2) as server:  # and three slots
+        assert server.complete(prompt=[1], n=5, max_tokens=1).status == 200
+        error = server.complete(prompt=[1], n=6, max_tokens=1).error(400)
+        assert error["param"] == "n" and "at most 5" in error["message"]
+        assert server.slots()["submitted"] == 5

@@ -389,3 +389,28 @@ def test_bytes_of_any_kind_are_read_or_refused() -> None:
             assert error.status == 400
 
     check()
+
+
+def test_a_repeated_key_among_very_many_is_named() -> None:
+    """In one pass: as many passes as keys would not end."""
+    many = ",".join(f'"k{i}":0' for i in range(200_000))
+    assert refused(parse_completion, f'{{{many},"again":1,"again":2}}'.encode()).param == "again"
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"repeat_penalty": 1.2}, "repeat_penalty"),
+        ({"repeat_last_n": 64}, "repeat_last_n"),
+        ({"n_predict": 5}, "n_predict"),
+        ({"add_special_tokens": False}, "add_special_tokens"),
+        ({"max_completion_tokens": 5}, "max_completion_tokens"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": 4, "n": 2, "max_tokens": 11}, "logprobs"),
+        ({"logprobs": 4, "n": 2, "max_tokens": 10, "echo": True}, "logprobs"),
+    ],
+)
+def test_other_servers_names_and_too_many_logprobs_are_refused(fields: dict, param: str) -> None:
+    model = api_model.model(Limits(entries=100))
+    assert refused(parse_completion, body(prompt=[1], **fields), model).param == param
+    assert parse_completion(body(prompt=[1], logprobs=4, n=2, max_tokens=10), model).n == 2

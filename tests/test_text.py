@@ -157,3 +157,13 @@ def test_a_window_does_not_wait_for_ever_on_broken_bytes() -> None:
     shown = [stream.push(0) for _ in range(40)]
     assert sum(map(len, shown)) >= 32
     assert stream.finish() == ""
+
+
+def test_a_character_that_the_prompt_left_unfinished_comes_out_whole() -> None:
+    smile = "\U0001f600".encode()
+    for known in range(4):
+        prompt = [*b"ab", *smile[:known]]
+        stream = PieceDetokenizer(lambda i: bytes([i]), prompt)
+        assert "".join(map(stream.push, [*smile[known:], *b"c"])) == "\U0001f600c"
+    stream = PieceDetokenizer(lambda i: bytes([i]), smile[1:])  # not a character's start
+    assert stream.push(ord("c")) == "c"
