@@ -108,6 +108,9 @@ class Worker:
     def _end(self) -> None:
         self._engine.cancel_all("server: shut down")
         self._step()
+        with self._wake:
+            self._busy = self._work = False
+            self._wake.notify_all()
 
     def _step(self) -> None:
         more = False

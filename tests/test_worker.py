@@ -113,6 +113,23 @@ def test_draining_finishes_what_runs_and_refuses_the_rest() -> None:
     rig.worker.close()
 
 
+def test_a_drain_that_is_cut_short_by_closing_is_over() -> None:
+    for _ in range(20):
+        rig = Rig(pause=0.002)
+        rig.worker.start()
+        for _ in range(3):
+            rig.worker.submit(Request((1,), 60, ignore_eos=True), Wait())
+        found: list[bool] = []
+        thread = threading.Thread(
+            target=lambda found=found, rig=rig: found.append(rig.worker.drain(9))
+        )
+        thread.start()
+        time.sleep(0.005)
+        rig.worker.close()
+        thread.join(9)
+        assert found == [True]
+
+
 def test_closing_cancels_everything() -> None:
     rig = Rig(pause=0.01)
     rig.worker.start()

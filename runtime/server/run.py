@@ -233,7 +233,7 @@ def _listener(config: Any, server: Server, worker: Worker, line: str, drain_s: f
         async def _drain(self) -> None:
             """Let what runs and waits finish, answers included, then stop listening."""
             ended = await asyncio.to_thread(worker.drain, drain_s)
-            if not ended:
+            if not ended and not self.force_exit:
                 self.code = 1
                 report(UserError(
                     f"drain-timeout: requests still ran after {drain_s:g} s and were cancelled"
