@@ -125,19 +125,23 @@ def tokenizer(out: Path) -> None:
     made.save(str(out))
 
 
-def furnish(bundle: Path, params: Path, words: Path, out: Path) -> Path:
-    """A copy of a weight-free bundle with parameters and a tokenizer, all hard links."""
+def reference(path: Path) -> FileRef:
+    """What a manifest says of a file that lies in the bundle's directory."""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, "sha256").hexdigest()
+    return FileRef(path.name, digest, path.stat().st_size)
+
+
+def furnish(bundle: Path, params: FileRef, words: FileRef, out: Path) -> Path:
+    """A copy of a weight-free bundle with the parameters and the tokenizer that lie beside `out`,
+    all hard links."""
     out.mkdir()
     manifest = manifests.load(bundle)
     for ref in manifest.files.all():
         (out / ref.path).hardlink_to((bundle / ref.path).resolve())
-    refs = []
-    for path in (params, words):
-        (out / path.name).hardlink_to(path)
-        with path.open("rb") as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-        refs.append(FileRef(path.name, digest, path.stat().st_size))
-    files = dataclasses.replace(manifest.files, params=refs[0], tokenizer=(refs[1],))
+    for ref in (params, words):
+        (out / ref.path).hardlink_to(out.parent / ref.path)
+    files = dataclasses.replace(manifest.files, params=params, tokenizer=(words,))
     text = manifests.dumps(dataclasses.replace(manifest, files=files))
     (out / manifests.FILE_NAME).write_text(text)
     return out
@@ -280,15 +284,16 @@ def main() -> None:
 def furnished(args: argparse.Namespace, weights: str, folder: Path) -> dict[int, Path]:
     """The bundles by slots, built and furnished under `folder`."""
     tokenizer(folder / "tokenizer.json")
+    words_ref, params_ref = reference(folder / "tokenizer.json"), None
     found = {}
     for slots in args.slots:
         words = [f"model={args.model}", f"target={args.target}", f"weights={weights}"]
         words += [f"shape=b{slots}-p{args.chunk}", "params=none"]
         bundle = build(words, args.builds)
-        params = folder / "params.irpa"
-        if not params.exists():
-            write_archive(manifests.load(bundle).params, 0, params)
-        found[slots] = furnish(bundle, params, folder / "tokenizer.json", folder / f"b{slots}")
+        if params_ref is None:
+            write_archive(manifests.load(bundle).params, 0, folder / "params.irpa")
+            params_ref = reference(folder / "params.irpa")
+        found[slots] = furnish(bundle, params_ref, words_ref, folder / f"b{slots}")
     return found
 
 

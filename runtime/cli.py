@@ -262,16 +262,13 @@ def _sampling(args: argparse.Namespace, tokenizer: Tokenizer | None) -> Sampling
     """What the sampling flags ask for. Raises UserError."""
     import dataclasses
 
-    from runtime.dry import DEFAULT_BREAKERS, Breakers
+    from runtime.dry import DEFAULT_BREAKERS
     from runtime.sampling import SamplingParams
 
     fields = {name: getattr(args, name) for name, *_ in _SAMPLING}
     params = SamplingParams(**fields, seed=args.seed)
     if tokenizer is not None and params.dries:
-        breakers = Breakers.of(
-            DEFAULT_BREAKERS, tokenizer.pieces, lambda text: tokenizer.encode(text, special=False)
-        )
-        params = dataclasses.replace(params, dry_breakers=breakers)
+        params = dataclasses.replace(params, dry_breakers=tokenizer.breakers(DEFAULT_BREAKERS))
     return params
 
 

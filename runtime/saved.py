@@ -26,15 +26,13 @@ from runtime.manifest import Manifest
 
 SCHEMA = 1
 _KEY = "scanwright"
-# How a dtype lies in the file: safetensors.numpy has no bfloat16.
-_STORED = {
+_TYPES = {
     "f32": np.dtype(np.float32),
-    "bf16": np.dtype(np.uint16),
+    "bf16": np.dtype(ml_dtypes.bfloat16),
     "f16": np.dtype(np.float16),
     "i32": np.dtype(np.int32),
     "i8": np.dtype(np.int8),
 }
-_BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,8 +66,8 @@ class Saved:
                 f" {manifest.shape.name}); a state is good for the bundle that made it alone:"
                 " open that one, or start again from the text"
             )
-        expected = {spec.name: spec.shape for spec in manifest.state}
-        if expected != {name: array.shape for name, array in self.state.items()}:
+        expected = {spec.name: (_TYPES[spec.dtype], spec.shape) for spec in manifest.state}
+        if expected != {name: (array.dtype, array.shape) for name, array in self.state.items()}:
             raise UserError(
                 "saved conversation: its state tensors are not those of the manifest;"
                 " start again from the text"
@@ -93,7 +91,7 @@ def save(saved: Saved, manifest: Manifest, path: Path) -> None:
     from safetensors.numpy import save_file
 
     tensors = {
-        spec.name: np.ascontiguousarray(saved.state[spec.name]).view(_STORED[spec.dtype])
+        spec.name: np.ascontiguousarray(saved.state[spec.name]).view(_stored(spec.dtype))
         for spec in manifest.state
     }
     facts = _facts(saved)
@@ -129,16 +127,14 @@ def load(path: Path, manifest: Manifest) -> Saved:
     found = _digest(_facts(saved), tensors)
     if facts.get("sha256") != found:
         raise _refused(path, f"sha256 {found[:12]}…, expected {str(facts.get('sha256'))[:12]}…")
+    for spec in manifest.state:
+        array = tensors.get(spec.name)
+        if array is not None and array.dtype == _stored(spec.dtype):
+            tensors[spec.name] = array.view(_TYPES[spec.dtype])
     try:
         saved.check(manifest)
     except UserError as error:
         raise UserError(f"{path}: {error}") from None
-    expected = {spec.name: (_STORED[spec.dtype], spec.shape) for spec in manifest.state}
-    if expected != {name: (array.dtype, array.shape) for name, array in tensors.items()}:
-        raise _refused(path, "its state tensors are not those of the manifest")
-    for spec in manifest.state:
-        if spec.dtype == "bf16":
-            tensors[spec.name] = tensors[spec.name].view(_BFLOAT16)
     return saved
 
 
@@ -191,6 +187,11 @@ def _facts(saved: Saved) -> dict[str, Any]:
         "seed": saved.seed,
         "draws": saved.draws,
     }
+
+
+def _stored(word: str) -> np.dtype[Any]:
+    """How a dtype lies in the file: safetensors.numpy has no bfloat16."""
+    return np.dtype(np.uint16) if word == "bf16" else _TYPES[word]
 
 
 def _canonical(facts: dict[str, Any]) -> str:

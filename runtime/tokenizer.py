@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from runtime.errors import UserError
 from runtime.text import Detokenizer, PieceDetokenizer, WindowDetokenizer
 
 if TYPE_CHECKING:
+    from runtime.dry import Breakers
     from runtime.manifest import FileRef
 
 FILE_NAME = "tokenizer.json"
@@ -117,6 +118,15 @@ class Tokenizer:
     def pieces(self) -> tuple[bytes, ...]:
         """What every id stands for in the middle of a text; none for special ids."""
         return tuple(self.label(token)[1] or b"" for token in range(self.size))
+
+    def breakers(self, strings: Iterable[str]) -> Breakers:
+        """DRY's sequence breakers of this vocabulary. Walks it once for each string.
+
+        Raises UserError that names the field.
+        """
+        from runtime.dry import Breakers
+
+        return Breakers.of(strings, self.pieces, lambda text: self.encode(text, special=False))
 
     def label(self, token: int) -> tuple[str, bytes | None]:
         """What to call a token, and its bytes; None for special and unknown ids, which have none.

@@ -22,6 +22,7 @@ import references
 from references import Reference
 
 from runtime import manifest as manifests
+from runtime.company import poisoned
 from runtime.manifest import Manifest
 from runtime.module import Device, open_bundle
 from runtime.session import Session
@@ -187,12 +188,8 @@ def check_tokens(chosen: Sequence[int], logits: np.ndarray, row: Reference) -> N
 
 def check_no_argmax(opened: Opened) -> None:
     """A row with a NaN has the argmax -1, in prefill and in decode; its neighbours have theirs."""
-    poison = [
-        opened.device.to_device(np.full(spec.shape, np.nan, np.float32))
-        for spec in opened.manifest.state
-    ]
     session = opened.session()
-    work = session.start([1, 2, 3], state=poison)
+    work = session.start([1, 2, 3], state=poisoned(session, opened.manifest))
     work.step()
     assert np.isnan(opened.host(work.logits)).any()
     assert opened.host(work.argmax).tolist() == [-1]

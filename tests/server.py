@@ -222,6 +222,16 @@ class Server:
         return connection
 
 
+@contextlib.contextmanager
+def running(bundle: Path) -> Iterator[Server]:
+    """A server without a key, which must end well and without a word on stderr."""
+    with Server(bundle, "--max-tokens", 1_000_000) as server:
+        yield server
+        server.signal()
+        assert server.wait() == 0
+    assert server.errors == ""
+
+
 def post(path: str, data: bytes, *headers: str) -> bytes:
     """The head of a POST whose body is `data`."""
     lines = [f"POST {path} HTTP/1.1", "Host: localhost", f"Content-Length: {len(data)}", *headers]

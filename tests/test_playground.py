@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from browser import Browser
-from server import Server, toy_bundle
+from server import Server, running, toy_bundle
 
 pytestmark = [pytest.mark.iree, pytest.mark.slow]
 TEXT = "document.querySelector('#output .text').textContent"
@@ -26,11 +26,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(bundle: Path) -> Iterator[Server]:
     """A server without a key."""
-    with Server(bundle, "--max-tokens", 1_000_000) as running:
-        yield running
-        running.signal()
-        assert running.wait() == 0
-    assert running.errors == ""
+    with running(bundle) as found:
+        yield found
 
 
 @pytest.fixture

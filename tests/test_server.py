@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
-from server import LONG, Answer, Server, post, read_answer, toy_bundle
+from server import LONG, Answer, Server, post, read_answer, running, toy_bundle
 
 from runtime import cli
 
@@ -29,11 +29,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(bundle: Path) -> Iterator[Server]:
     """One server for the tests that leave it as it was."""
-    with Server(bundle, "--max-tokens", 1_000_000) as running:
-        yield running
-        running.signal()
-        assert running.wait() == 0
-    assert running.errors == ""
+    with running(bundle) as found:
+        yield found
 
 
 def test_it_says_where_it_is(server: Server) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 import time
 from collections import OrderedDict
@@ -93,8 +92,7 @@ class Model:
     @cached_property
     def fingerprint(self) -> str:
         """Changes whenever the bundle does: OpenAI's `system_fingerprint`."""
-        digest = hashlib.sha256(manifests.dumps(self.manifest).encode()).hexdigest()
-        return f"fp_{digest[:12]}"
+        return f"fp_{self.manifest.digest[:12]}"
 
     def breakers(self, strings: Sequence[str]) -> Breakers:
         """DRY's sequence breakers for these strings; the latest few lists are kept.
@@ -106,9 +104,7 @@ class Model:
             raise UserError("dry_sequence_breakers: found some, expected a model with a tokenizer")
         with self._lock:
             if key not in self._lists:
-                self._lists[key] = Breakers.of(
-                    key, tokenizer.pieces, lambda text: tokenizer.encode(text, special=False)
-                )
+                self._lists[key] = tokenizer.breakers(key)
             self._lists.move_to_end(key)
             while len(self._lists) > _BREAKERS:
                 self._lists.popitem(last=False)
