@@ -1,7 +1,10 @@
 """Greedy generations of transformers, recorded so that comparing with them needs no torch.
 
-`python tests/references.py` derives them again and writes `tests/data/references.json`; the test
-marked `oracle` in test_exact.py derives them again and compares.
+`python tests/references.py [FAMILY…]` derives them again and writes `tests/data/references/`, one
+file a family; the test marked `oracle` in test_exact.py derives them again and compares.
+
+A checkpoint is named `family/name`; `family/handed` is the one under `tests/data/<family>`, which
+has prompts of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import sys
 import tempfile
 import zlib
 from collections.abc import Iterable
@@ -19,8 +23,8 @@ from typing import Any
 import cases
 import numpy as np
 
-FILE = Path(__file__).parent / "data" / "references.json"
-HANDED = "handed"  # the checkpoint under tests/data/mamba2, with prompts of its own
+DIRECTORY = Path(__file__).parent / "data" / "references"
+HANDED = "mamba2/handed"  # the checkpoint of most tests of schedules
 CHUNK = 8  # the compiled chunk that the prompt lengths are chosen around
 LENGTHS = (1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 1)
 NEW_TOKENS = 48
@@ -40,17 +44,22 @@ class Reference:
     first_logits: list[float]
 
 
-def compared() -> list[str]:
-    """Names of the checkpoints with references: the handed one and every comparable case."""
-    return [HANDED, *(case.name for case in cases.CASES if case.reference is None)]
+def compared(family: str | None = None) -> list[str]:
+    """Names of the checkpoints with references: each handed one and every comparable case."""
+    rows = [case for case in cases.CASES if case.reference is None]
+    return [
+        name
+        for each in ([family] if family else cases.FAMILIES)
+        for name in (f"{each}/handed", *(case.id for case in rows if case.family == each))
+    ]
 
 
 def write_checkpoint(name: str, directory: Path) -> Path:
-    """The checkpoint called `name`: the handed one where it lies, a case written to `directory`."""
-    if name == HANDED:
-        return cases.HANDED / "mamba2" / "checkpoint"
-    (case,) = (case for case in cases.CASES if case.name == name)
-    return cases.build(case, directory)
+    """The checkpoint called `name`: a handed one where it lies, a case written to `directory`."""
+    family, case = name.split("/")
+    if case == "handed":
+        return cases.HANDED / family / "checkpoint"
+    return cases.build(cases.find(name), directory)
 
 
 def digest(checkpoint: Path) -> str:
@@ -64,10 +73,11 @@ def digest(checkpoint: Path) -> str:
 
 def prompts(name: str, vocab_size: int) -> list[list[int]]:
     """The handed prompts, or seeded random ones of `LENGTHS` tokens."""
-    if name == HANDED:
-        recorded = json.loads((cases.HANDED / "mamba2" / "reference.json").read_text())
+    family, case = name.split("/")
+    if case == "handed":
+        recorded = json.loads((cases.HANDED / family / "reference.json").read_text())
         return [entry["prompt"] for entry in recorded.values()]
-    rng = np.random.default_rng(zlib.crc32(name.encode()))
+    rng = np.random.default_rng(zlib.crc32(case.encode()))
     return [rng.integers(0, vocab_size, length).tolist() for length in LENGTHS]
 
 
@@ -104,34 +114,37 @@ def derive(checkpoint: Path, texts: Iterable[list[int]]) -> list[Reference]:
 
 
 @functools.cache
-def recorded() -> dict[str, tuple[str, list[Reference]]]:
-    """Name → (digest of its checkpoint, references), from the file."""
-    content = json.loads(FILE.read_text(encoding="utf-8"))
-    return {
-        name: (entry["checkpoint"], [Reference(**row) for row in entry["prompts"]])
-        for name, entry in content.items()
-    }
+def _recorded(family: str) -> dict[str, Any]:
+    return json.loads((DIRECTORY / f"{family}.json").read_text(encoding="utf-8"))
 
 
-def main() -> None:
-    """Derive all references and write them."""
-    content: dict[str, Any] = {}
-    for name in compared():
-        with tempfile.TemporaryDirectory() as scratch:
-            checkpoint = write_checkpoint(name, Path(scratch) / name)
-            vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
-            rows = derive(checkpoint, prompts(name, vocab_size))
-            smallest = min(min(row.gaps) for row in rows)
-            print(f"{name}: {len(rows)} prompts, smallest gap {smallest:.6f}")
-            content[name] = {"checkpoint": digest(checkpoint), "prompts": [vars(r) for r in rows]}
-    lines = (
-        f'"{name}": {{"checkpoint": "{entry["checkpoint"]}", "prompts": [\n '
-        + ",\n ".join(json.dumps(row) for row in entry["prompts"])
-        + "\n]}"
-        for name, entry in content.items()
-    )
-    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
+def recorded(name: str) -> tuple[str, list[Reference]]:
+    """(digest of the checkpoint called `name`, its references), from the files."""
+    family, case = name.split("/")
+    entry = _recorded(family)[case]
+    return entry["checkpoint"], [Reference(**row) for row in entry["prompts"]]
+
+
+def main(families: list[str]) -> None:
+    """Derive all references of `families` (all if empty) and write them."""
+    DIRECTORY.mkdir(exist_ok=True)
+    for family in families or cases.FAMILIES:
+        lines = []
+        for name in compared(family):
+            with tempfile.TemporaryDirectory() as scratch:
+                checkpoint = write_checkpoint(name, Path(scratch) / "checkpoint")
+                vocab_size = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
+                rows = derive(checkpoint, prompts(name, vocab_size))
+                smallest = min(min(row.gaps) for row in rows)
+                print(f"{name}: {len(rows)} prompts, smallest gap {smallest:.6f}")
+                lines.append(
+                    f'"{name.split("/")[1]}": {{"checkpoint": "{digest(checkpoint)}", "prompts": [\n '
+                    + ",\n ".join(json.dumps(vars(row)) for row in rows)
+                    + "\n]}"
+                )
+        text = "{\n" + ",\n".join(lines) + "\n}\n"
+        (DIRECTORY / f"{family}.json").write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

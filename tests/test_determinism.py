@@ -11,7 +11,7 @@ import pytest
 
 pytestmark = pytest.mark.iree
 
-NAME, SHAPE = "bf16_sharded", "b1-p8"
+NAME, SHAPE = "mamba2/bf16_sharded", "b1-p8"
 ELSEWHERE = {
     "PYTHONHASHSEED": "12345",
     "TZ": "Pacific/Chatham",
@@ -64,5 +64,7 @@ def test_emitted_text_module_and_bundle_are_the_same_bytes(target: str, tmp_path
 
 
 def test_another_graph_is_other_bytes() -> None:
-    one, two = (contents(bundles.build(name)) for name in (NAME, "groups4_tied_no_conv_bias"))
+    one, two = (
+        contents(bundles.build(name)) for name in (NAME, "mamba2/groups4_tied_no_conv_bias")
+    )
     assert not [name for name in one if one[name] == two[name]]

@@ -37,7 +37,7 @@ SPLIT = 1e-5
 DECODED = 1e-4
 BATCH_ROW = 1e-6
 SHAPE = "b3-p8+32"  # of the handed checkpoint in all tests of schedules
-DEFAULT = ("groups4_tied_no_conv_bias", "bf16_sharded")  # built also in a default run
+DEFAULT = ("mamba2/groups4_tied_no_conv_bias", "mamba2/bf16_sharded")  # built also in a default run
 OTHERS = [
     pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow)
     for name in references.compared()
@@ -55,19 +55,19 @@ def handed() -> Opened:
 
 
 def test_handed_checkpoint_generates_the_reference(handed: Opened) -> None:
-    check_references(handed, references.recorded()[references.HANDED][1])
+    check_references(handed, references.recorded(references.HANDED)[1])
 
 
 @pytest.mark.parametrize("name", OTHERS)
 def test_case_generates_the_reference(name: str) -> None:
-    made, rows = references.recorded()[name]
+    made, rows = references.recorded(name)
     assert references.digest(bundles.checkpoint(name)) == made, "run tests/references.py again"
     assert [len(row.prompt) for row in rows] == list(references.LENGTHS)
     check_references(Opened.open(bundles.build(name)), rows)
 
 
 def test_a_wrong_token_or_logit_is_noticed() -> None:
-    row = references.recorded()[references.HANDED][1][0]
+    row = references.recorded(references.HANDED)[1][0]
     logits = np.zeros((len(row.tokens), len(row.first_logits)))
     logits[0] = row.first_logits
     check_tokens(row.tokens, logits, row)
@@ -80,9 +80,7 @@ def test_a_wrong_token_or_logit_is_noticed() -> None:
 
 def test_the_command_generates_the_reference(handed: Opened) -> None:
     """Freely running, in a process of its own, with the logits it reports."""
-    rows = [
-        r for r in references.recorded()[references.HANDED][1] if min(r.gaps) > bundles.NEAR_TIE
-    ]
+    rows = [r for r in references.recorded(references.HANDED)[1] if min(r.gaps) > bundles.NEAR_TIE]
     row = max(rows, key=lambda r: len(r.prompt))
     command = [sys.executable, "-m", "runtime", "generate", str(handed.path), "--json"]
     command += ["--tokens", ",".join(map(str, row.prompt)), "--max-tokens", "48"]
@@ -102,8 +100,8 @@ def test_the_command_generates_the_reference(handed: Opened) -> None:
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", references.compared())
 def test_recorded_references_are_what_transformers_gives(name: str, tmp_path: Path) -> None:
-    made, rows = references.recorded()[name]
-    directory = references.write_checkpoint(name, tmp_path / name)
+    made, rows = references.recorded(name)
+    directory = references.write_checkpoint(name, tmp_path / "checkpoint")
     assert references.digest(directory) == made
     for row, again in zip(
         rows, references.derive(directory, [row.prompt for row in rows]), strict=True

@@ -44,7 +44,7 @@ def test_the_build_proved_the_bundle_on_the_device(opened: Opened) -> None:
 
 
 def test_handed_checkpoint_generates_the_reference(opened: Opened) -> None:
-    check_references(opened, references.recorded()[references.HANDED][1])
+    check_references(opened, references.recorded(references.HANDED)[1])
 
 
 def test_schedules_on_the_device(opened: Opened) -> None:

@@ -27,7 +27,6 @@ from emit.shape import Shape
 
 CLOSE = 1e-5
 CHUNK = 64
-ORACLES = {"mamba2": oracles.Mamba2}
 SCHEDULED = tuple(c for c in cases.CASES if c.name in ("groups2_biases", "odd_sizes"))
 # The graphs of these differ from no other row's but in sizes; their files are read in any run.
 ALIKE = ("plain", "one_head_bias", "bf16_sharded", "f16", "first_published_names")
@@ -61,10 +60,9 @@ def load(tmp_path_factory: pytest.TempPathFactory) -> Callable[[cases.Case], Dri
 Load = Callable[[cases.Case], Driver]
 
 
-def oracle(case: cases.Case, driver: Driver) -> oracles.Mamba2:
-    return ORACLES[case.family](
-        driver.model.cfg, {n: np.asarray(p) for n, p in driver.params.items()}
-    )
+def oracle(case: cases.Case, driver: Driver) -> Any:
+    params = {n: np.asarray(p) for n, p in driver.params.items()}
+    return oracles.oracle(case.family, driver.model.cfg, params)
 
 
 def tokens(case: cases.Case, count: int, seed: int = 0) -> np.ndarray:

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import oracles
+import oracles.nn
+import oracles.ssd
 import pytest
 from driver import relative
 
@@ -67,7 +68,7 @@ def test_conv_scan_is_the_oracle_on_ragged_rows(steps: int, kernel: int, biased:
     y, tail = conv_scan(a["x"], lengths, a["weight"], bias, a["tail"])
     assert y.dtype == tail.dtype == jnp.float32
     for b, length in enumerate(lengths):
-        want_y, want_tail = oracles.conv(a["x"][b, :length], a["weight"], bias, a["tail"][b])
+        want_y, want_tail = oracles.nn.conv(a["x"][b, :length], a["weight"], bias, a["tail"][b])
         if length:
             assert relative(y[b, :length], want_y) < TOLERANCE
         assert np.array_equal(tail[b], want_tail), "the tail is a copy of inputs"
@@ -86,7 +87,7 @@ def test_conv_step_folded_is_the_oracle(kernel: int) -> None:
     scanned, scanned_tail = conv_scan(a["x"], 9 * ones, a["weight"], a["bias"], a["tail"])
     assert relative(scanned, got) < TOLERANCE and same_bits(scanned_tail, tail)
     for b in range(2):
-        want, want_tail = oracles.conv(a["x"][b], a["weight"], a["bias"], a["tail"][b])
+        want, want_tail = oracles.nn.conv(a["x"][b], a["weight"], a["bias"], a["tail"][b])
         assert relative(got[b], want) < TOLERANCE and np.array_equal(tail[b], want_tail)
 
 
@@ -138,7 +139,7 @@ def padded(a: Arrays, lengths: np.ndarray, padding: float) -> Arrays:
 
 def oracle_row(a: Arrays, b: int, length: int) -> tuple[np.ndarray, np.ndarray]:
     x, dt, Bm, Cm = (a[name][b, :length] for name in ("x", "dt", "Bm", "Cm"))
-    return oracles.ssd(x, dt, a["A"], Bm, Cm, a["D"], a["state"][b])
+    return oracles.ssd.ssd(x, dt, a["A"], Bm, Cm, a["D"], a["state"][b])
 
 
 def folded(a: Arrays) -> tuple[np.ndarray, Any]:
@@ -238,7 +239,7 @@ def test_gated_norm_is_the_oracle_per_group(groups: int) -> None:
     got = nn.gated_group_rms_norm(x, gate, weight, groups, 1e-3)
     for b in range(2):
         for t in range(3):
-            want = oracles.gated_group_rms_norm(x[b, t], gate[b, t], weight, groups, 1e-3)
+            want = oracles.nn.gated_group_rms_norm(x[b, t], gate[b, t], weight, groups, 1e-3)
             assert relative(got[b, t], want) < TOLERANCE
 
 
@@ -247,7 +248,7 @@ def test_rms_norm_is_the_oracle() -> None:
     x, weight = f32(rng, 1, 2, 13), f32(rng, 13)
     got = nn.rms_norm(x, weight, 0.1)
     for t in range(2):
-        want = oracles.rms_norm(x[0, t].astype(np.float64), weight.astype(np.float64), 0.1)
+        want = oracles.nn.rms_norm(x[0, t].astype(np.float64), weight.astype(np.float64), 0.1)
         assert relative(got[0, t], want) < TOLERANCE
 
 
@@ -263,10 +264,12 @@ def test_linear_is_the_product_with_the_stored_weight(rows: int, dtype: Any) -> 
     assert relative(got, x.astype(np.float64) @ stored.T + bias) < TOLERANCE
 
 
-@pytest.mark.parametrize("name", sorted(oracles.ACTIVATIONS))
+@pytest.mark.parametrize("name", sorted(oracles.nn.ACTIVATIONS))
 def test_activations_are_the_oracle(name: str) -> None:
     x: Any = np.linspace(-12, 12, 101).astype(np.float32)
-    assert relative(nn.ACTIVATIONS[name](x), oracles.ACTIVATIONS[name](x.astype(float))) < TOLERANCE
+    assert (
+        relative(nn.ACTIVATIONS[name](x), oracles.nn.ACTIVATIONS[name](x.astype(float))) < TOLERANCE
+    )
 
 
 def test_embed_clamps_to_the_table_and_last_valid_picks_one_row() -> None:

@@ -128,7 +128,9 @@ def test_cases_that_transformers_cannot_judge(case: cases.Case, tmp_path: Path) 
     driver = Driver.load(cases.build(case, tmp_path))
     params = {name: np.asarray(p) for name, p in driver.params.items()}
     for prompt in prompts(driver.model.cfg.vocab_size):
-        want, gaps = oracles.Mamba2(driver.model.cfg, params).greedy(prompt, NEW_TOKENS)
+        want, gaps = oracles.oracle(case.family, driver.model.cfg, params).greedy(
+            prompt, NEW_TOKENS
+        )
         got, _ = driver.greedy(prompt, NEW_TOKENS, CHUNK)
         if got != want:
             at = next(i for i, (a, b) in enumerate(zip(got, want, strict=True)) if a != b)

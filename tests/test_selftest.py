@@ -8,6 +8,7 @@ from pathlib import Path
 import bundles
 import numpy as np
 import pytest
+import references
 import toy
 from bundles import Opened
 
@@ -44,7 +45,7 @@ def test_two_hundred_requests_on_the_toys(hybrid: bool) -> None:
 
 
 def test_two_hundred_requests_on_mamba2() -> None:
-    opened = Opened.open(bundles.build("handed", shape="b4-p4+16"))
+    opened = Opened.open(bundles.build(references.HANDED, shape="b4-p4+16"))
     check(selftest(opened.device, opened.manifest, 200, seed=4), 200)
 
 

@@ -30,7 +30,7 @@ from runtime.vmfb import bytecode_version
 
 pytestmark = pytest.mark.iree
 
-F32, BF16 = "groups4_tied_no_conv_bias", "bf16_sharded"
+F32, BF16 = "mamba2/groups4_tied_no_conv_bias", "mamba2/bf16_sharded"
 SHAPE = "b1-p8"
 DEFAULT = ("cpu", "cuda-sm121")
 SUBSTITUTES = {"metal": "f16", "vulkan": "f32"}
