@@ -60,8 +60,8 @@ class WriteBundle(Protocol):
 def tolerance(stages: Stages) -> dict[str, float]:
     """The manifest's tolerances for a model of this weight type and depth."""
     base, per_layer = TOLERANCE[stages.weights]
-    bound = base + per_layer * int(json.loads(stages.config).get("num_hidden_layers", 1))
-    return dict.fromkeys(("logits", "state"), round(bound, 9))
+    bound = round(base + per_layer * int(stages.interface["num_layers"]), 9)
+    return {"logits": bound, "state": bound}
 
 
 def compile_and_prove(stages: Stages, write_bundle: WriteBundle) -> Compiled:

@@ -81,7 +81,8 @@ def _graphs(args: argparse.Namespace) -> None:
 
     shape = Shape.parse(args.shape)
     with _named(args.origin):
-        model = Model.of(read_config_file(args.config))
+        model = Model.of(read_config_file(args.config), shape.context)
+        _ = model.state
     if shape.context is not None and all(spec.kind == "fixed" for spec in model.state):
         raise EmitError(
             f"shape {shape.name}: {model.name} keeps no KV cache, so there is no context to bound; "
@@ -103,7 +104,7 @@ def _expect(args: argparse.Namespace) -> None:
     from emit.entry import Model
     from emit.shape import Shape
 
-    model = Model.of(read_config_file(args.config))
+    model = Model.of(read_config_file(args.config), Shape.parse(args.shape).context)
     params = expect.load_params(model, args.weights, args.params)
     if args.inputs:
         expect.expected(model, Shape.parse(args.shape), params, args.inputs, args.out)

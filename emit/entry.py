@@ -6,6 +6,7 @@ import importlib
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import jax
@@ -24,23 +25,32 @@ class Family(Protocol):
 
     Config: Any
     weights: Callable[[Any], WeightMap]
-    state: Callable[[Any], list[StateSpec]]
+    state: Callable[[Any, int | None], list[StateSpec]]
     forward: Callable[..., tuple[Array, dict[str, Array]]]
 
 
 @dataclass(frozen=True)
 class Model:
-    """A family with its config read, for one weight type."""
+    """A family with its config read. `context` is the number of positions of a KV cache."""
 
     name: str
     family: Family
     cfg: Any
     raw: Mapping[str, Any]
-    weight_map: WeightMap
-    state: list[StateSpec]
+    context: int | None = None
+
+    @cached_property
+    def weight_map(self) -> WeightMap:
+        """All parameters."""
+        return self.family.weights(self.cfg)
+
+    @cached_property
+    def state(self) -> list[StateSpec]:
+        """All state. Raises EmitError where a KV cache has no bound."""
+        return self.family.state(self.cfg, self.context)
 
     @classmethod
-    def of(cls, raw: Mapping[str, Any]) -> Model:
+    def of(cls, raw: Mapping[str, Any], context: int | None = None) -> Model:
         """Find the family named by `model_type` and read `raw` (a parsed config.json)."""
         name = raw.get("model_type")
         if not isinstance(name, str) or not name.isidentifier():
@@ -48,22 +58,23 @@ class Model:
         if importlib.util.find_spec(f"emit.families.{name}") is None:
             raise EmitError(f"config.json: model_type = {name!r} is not a supported family")
         family: Any = importlib.import_module(f"emit.families.{name}")
-        cfg = family.Config.read(raw)
-        return cls(name, family, cfg, raw, family.weights(cfg), family.state(cfg))
+        return cls(name, family, family.Config.read(raw), raw, context)
 
 
 @dataclass(frozen=True)
 class Entry:
     """One exported function: `fn(params, *inputs)`; `inputs` and `outputs` are (name, struct).
 
-    `storage` are (name, number of an output): further arguments of the compiled function, whose
-    memory that output is written to.
+    `consumed` are inputs that the compiled function updates in place: the output of that name is
+    the input's own memory. `storage` are (name, number of an output): further arguments of the
+    compiled function, whose memory that output is written to.
     """
 
     name: str
     fn: Callable[..., Any]
     inputs: tuple[tuple[str, ShapeDtypeStruct], ...]
     outputs: tuple[tuple[str, ShapeDtypeStruct], ...]
+    consumed: frozenset[str]
     storage: tuple[tuple[str, int], ...]
     uses_params: bool
 
@@ -102,9 +113,16 @@ def _rows(model: Model, rows: int) -> tuple[list[Any], list[Any]]:
     return state, [("logits", logits), ("argmax", _i32(rows)), *state]
 
 
-def _storage(model: Model, first: int = 0) -> tuple[tuple[str, int], ...]:
-    """Storage for every state output, of which the first is output number `first`."""
-    return tuple((f"out.{spec.name}", first + i) for i, spec in enumerate(model.state))
+def _updated(model: Model, first: int) -> dict[str, Any]:
+    """How the states of an entry come back, of which the first is output number `first`.
+
+    A KV cache is updated in place, anything else is written to storage that the caller gives.
+    """
+    kept = [(i, spec) for i, spec in enumerate(model.state, first) if spec.kind == "fixed"]
+    return {
+        "consumed": frozenset(s.name for s in model.state if s.kind == "per_position"),
+        "storage": tuple((f"out.{spec.name}", i) for i, spec in kept),
+    }
 
 
 def _prefill(model: Model, chunk: int) -> Entry:
@@ -115,8 +133,8 @@ def _prefill(model: Model, chunk: int) -> Entry:
 
     state, outputs = _rows(model, 1)
     inputs = (("tokens", _i32(1, chunk)), ("length", _i32(1)), ("position", _i32(1)), *state)
-    storage = _storage(model, first=2)
-    return Entry(f"prefill_{chunk}", fn, inputs, tuple(outputs), storage, uses_params=True)
+    name, back = f"prefill_{chunk}", _updated(model, first=2)
+    return Entry(name, fn, inputs, tuple(outputs), **back, uses_params=True)
 
 
 def _decode(model: Model, slots: int) -> Entry:
@@ -128,8 +146,8 @@ def _decode(model: Model, slots: int) -> Entry:
 
     state, outputs = _rows(model, slots)
     words = [(word, _i32(slots)) for word in ("tokens", "positions", "active")]
-    inputs = (*words, *state)
-    return Entry("decode", fn, inputs, tuple(outputs), _storage(model, first=2), uses_params=True)
+    inputs, back = (*words, *state), _updated(model, first=2)
+    return Entry("decode", fn, inputs, tuple(outputs), **back, uses_params=True)
 
 
 def _seed(model: Model, slots: int) -> Entry:
@@ -145,14 +163,8 @@ def _seed(model: Model, slots: int) -> Entry:
 
     batch = [(spec.name, spec.struct(slots)) for spec in model.state]
     single = [(f"new.{spec.name}", spec.struct(1)) for spec in model.state]
-    return Entry(
-        "seed",
-        fn,
-        (("slot", _i32()), *batch, *single),
-        tuple(batch),
-        _storage(model),
-        uses_params=False,
-    )
+    inputs, back = (("slot", _i32()), *batch, *single), _updated(model, first=0)
+    return Entry("seed", fn, inputs, tuple(batch), **back, uses_params=False)
 
 
 def _extract(model: Model, slots: int) -> Entry:
@@ -168,7 +180,8 @@ def _extract(model: Model, slots: int) -> Entry:
     batch = [(spec.name, spec.struct(slots)) for spec in model.state]
     single = [(spec.name, spec.struct(1)) for spec in model.state]
     inputs = (("slot", _i32()), *batch)
-    return Entry("extract", fn, inputs, tuple(single), _storage(model), uses_params=False)
+    storage = tuple((f"out.{spec.name}", i) for i, spec in enumerate(model.state))
+    return Entry("extract", fn, inputs, tuple(single), frozenset(), storage, uses_params=False)
 
 
 def entries(model: Model, shape: Shape) -> list[Entry]:
@@ -198,7 +211,9 @@ def interface(model: Model, shape: Shape, weights: str, eos: tuple[int, ...]) ->
     bos = model.raw.get("bos_token_id")
     return {
         "family": model.name,
+        "num_layers": model.cfg.num_hidden_layers,
         "vocab_size": model.cfg.vocab_size,
+        "context": shape.context,
         "eos_token_ids": list(eos or config.token_ids(model.raw.get("eos_token_id"))),
         "bos_token_id": bos if isinstance(bos, int) else None,
         "functions": {

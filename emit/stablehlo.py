@@ -38,11 +38,13 @@ def lower(entry: Entry, params: Mapping[str, Any]) -> str:
 def _with_parameters(text: str, entry: Entry, params: list[str]) -> str:
     """Rename the symbols of `text` and turn its first `len(params)` arguments into globals.
 
-    The entry's storage follows its inputs as arguments that nothing reads, each marked with the
-    result that is to be written there (`iree.abi.output`). So the caller owns the memory of every
-    state, two sets of it in turn: results that the module allocates are not reused by the
-    runtime's pools on some devices. (JAX's donation marks an argument that is read like that, and
-    the result is then written over it whether it is still read or not: wrong numbers.)
+    A consumed input is marked `iree.abi.consume`: the caller hands its memory over, the compiler
+    updates it in place and gives it back as the result. The entry's storage follows its inputs as
+    arguments that nothing reads, each marked with the result that is to be written there
+    (`iree.abi.output`). So the caller owns the memory of every state: results that the module
+    allocates are not reused by the runtime's pools on some devices. (JAX's donation marks an
+    argument that is read like that, and the result is then written over it whether it is still
+    read or not: wrong numbers.)
     """
     name = entry.name
     lines = text.rstrip().split("\n")
@@ -58,7 +60,10 @@ def _with_parameters(text: str, entry: Entry, params: list[str]) -> str:
         source = f'#flow.parameter.named<"model"::"{param}">'
         globals_.append(f'  util.global private @"{param}" = {source} : {kind}')
         loads.append(f'    {value} = util.global.load @"{param}" : {kind}')
-    remaining = given[len(params) :]
+    remaining = [
+        argument + " {iree.abi.consume}" if input_name in entry.consumed else argument
+        for (input_name, _), argument in zip(entry.inputs, given[len(params) :], strict=True)
+    ]
     kinds = re.findall(r"tensor<[^>]*>", results)
     storage = [
         f"%out{i}: {kinds[output]} {{iree.abi.output = {output} : index}}"

@@ -16,8 +16,8 @@ class StateSpec:
     """One state tensor.
 
     `shape` is that of a single sequence, with size 1 at `slot_axis`. Kind `fixed` is overwritten at
-    each token and always float32 (conv tail, SSM state); `per_position` grows with the sequence (KV
-    cache).
+    each token and always float32 (conv tail, SSM state); `per_position` holds a place for each
+    position (KV cache) and is updated in place.
     """
 
     name: str

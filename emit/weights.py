@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -53,7 +53,9 @@ class Param:
     """One canonical parameter.
 
     `source` lists the names the tensor may have in a checkpoint (exactly one must be present);
-    `source_shape` is its shape there, `shape` that after `transform`. A `matrix` is stored in the
+    `source_shape` is its shape there, `shape` that after `transform`. With `parts`, it is instead
+    the stack, along a new first axis, of all these tensors, each of shape `source_shape` and
+    transformed by itself. A `matrix` is stored in the
     recipe's weight type, everything else in float32. `offset` and `scale` say how to draw a random
     stand-in: offset + scale × standard normal.
     """
@@ -63,6 +65,7 @@ class Param:
     source: tuple[str, ...]
     source_shape: tuple[int, ...]
     transform: Callable[[np.ndarray], np.ndarray] = copy
+    parts: tuple[str, ...] = ()
     matrix: bool = False
     offset: float = 0.0
     scale: float = 0.02
@@ -98,29 +101,55 @@ def matrix(name: str, shape: tuple[int, int], *source: str) -> Param:
     return Param(name, shape, source, shape, matrix=True, scale=shape[1] ** -0.5)
 
 
-def resolve(weight_map: WeightMap, source: Source) -> dict[str, str]:
-    """Canonical name → checkpoint name for every parameter.
+def experts(name: str, shape: tuple[int, int], sources: Sequence[str]) -> Param:
+    """The stack [E, outputs, inputs] of E projections that a checkpoint holds one by one."""
+    return Param(
+        name,
+        (len(sources), *shape),
+        (),
+        shape,
+        parts=tuple(sources),
+        matrix=True,
+        scale=shape[1] ** -0.5,
+    )
+
+
+def with_head(
+    rows: Sequence[Param], table: tuple[int, int], embeddings: str, tied: bool
+) -> WeightMap:
+    """The map of a model whose last product is `lm_head.weight` [V, D] or, tied, its embeddings."""
+    if tied:
+        return WeightMap(tuple(rows), copies={"lm_head.weight": embeddings})
+    return WeightMap((*rows, matrix("lm_head.weight", table, "lm_head.weight")))
+
+
+def resolve(weight_map: WeightMap, source: Source) -> dict[str, tuple[str, ...]]:
+    """Canonical name → checkpoint name (of a stack: names) for every parameter.
 
     Raises EmitError listing, at once, every parameter with no tensor or more than one, every
     misshapen tensor and every tensor that nothing uses.
     """
     problems: list[str] = []
-    chosen: dict[str, str] = {}
+    chosen: dict[str, tuple[str, ...]] = {}
     used = weight_map.unused | set(weight_map.copies)
     for param in weight_map.params:
-        present = [name for name in param.source if name in source.tensors]
+        present = tuple(name for name in param.source + param.parts if name in source.tensors)
         used |= set(present)
-        if len(present) != 1:
+        if param.parts:
+            absent = sorted(set(param.parts) - set(present))
+            problems += [f"{name} is missing" for name in absent]
+        elif len(present) != 1:
             what = "is missing" if not present else "is there under two names"
             problems.append(f"{' / '.join(present or param.source)} {what}")
             continue
-        chosen[param.name] = present[0]
-        shape = source.tensors[present[0]].shape
-        if shape != param.source_shape:
-            problems.append(
-                f"{present[0]} has shape {list(shape)}, expected {list(param.source_shape)}"
-            )
-    wanted = [name for param in weight_map.params for name in param.source]
+        chosen[param.name] = present
+        for name in present:
+            shape = source.tensors[name].shape
+            if shape != param.source_shape:
+                problems.append(
+                    f"{name} has shape {list(shape)}, expected {list(param.source_shape)}"
+                )
+    wanted = [name for param in weight_map.params for name in param.source + param.parts]
     for name in sorted(set(source.tensors) - used):
         close = difflib.get_close_matches(name, wanted, n=1, cutoff=0.8)
         hint = f" (like {close[0]})" if close else ""
@@ -134,9 +163,12 @@ def resolve(weight_map: WeightMap, source: Source) -> dict[str, str]:
     return chosen
 
 
-def checkpoint_type(weight_map: WeightMap, source: Source, chosen: Mapping[str, str]) -> str:
+def checkpoint_type(
+    weight_map: WeightMap, source: Source, chosen: Mapping[str, tuple[str, ...]]
+) -> str:
     """The one dtype word of all matrices in the checkpoint, `f32` if they differ."""
-    found = {source.tensors[chosen[p.name]].dtype for p in weight_map.params if p.matrix}
+    matrices = [name for p in weight_map.params if p.matrix for name in chosen[p.name]]
+    found = {source.tensors[name].dtype for name in matrices}
     word = found.pop() if len(found) == 1 else "f32"
     return word if word in ("bf16", "f16") else "f32"
 
@@ -161,7 +193,7 @@ def narrow(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def convert(weight_map: WeightMap, source: Source, weights: str, out: Path) -> dict[str, Any]:
     """Write `out`/params.irpa and `out`/params.json; returns what the latter holds.
 
-    `weights` is `f32`, `bf16` or `f16`. One tensor at a time is in memory.
+    `weights` is `f32`, `bf16` or `f16`. One parameter at a time is in memory.
     """
     chosen = resolve(weight_map, source)
     _check_copies(weight_map, source, chosen)
@@ -169,8 +201,11 @@ def convert(weight_map: WeightMap, source: Source, weights: str, out: Path) -> d
 
     def arrays() -> Iterator[np.ndarray]:
         for param, spec in zip(weight_map.params, specs, strict=True):
-            name = chosen[param.name]
-            yield narrow(name, param.transform(source.read(name)), DTYPES[spec.dtype])
+            parts = [
+                narrow(name, param.transform(source.read(name)), DTYPES[spec.dtype])
+                for name in chosen[param.name]
+            ]
+            yield np.stack(parts) if param.parts else parts[0]
 
     irpa.write(out / "params.irpa", specs, arrays())
     report = {
@@ -182,14 +217,16 @@ def convert(weight_map: WeightMap, source: Source, weights: str, out: Path) -> d
     return report
 
 
-def _check_copies(weight_map: WeightMap, source: Source, chosen: Mapping[str, str]) -> None:
+def _check_copies(
+    weight_map: WeightMap, source: Source, chosen: Mapping[str, tuple[str, ...]]
+) -> None:
     """EmitError for a second copy that differs: the config says that it is not used."""
     for name, param in weight_map.copies.items():
         if name in source.tensors and not np.array_equal(
-            source.read(name), source.read(chosen[param])
+            source.read(name), source.read(chosen[param][0])
         ):
             raise EmitError(
-                f"{source.dir}: {name} differs from {chosen[param]}, but config.json ties them; "
+                f"{source.dir}: {name} differs from {chosen[param][0]}, but config.json ties them; "
                 'set "tie_word_embeddings": false there if both are meant'
             )
 
@@ -203,13 +240,3 @@ def describe(param: Param, weights: str) -> dict[str, Any]:
         "offset": param.offset,
         "scale": param.scale,
     }
-
-
-def layer(params: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    """The parameters whose name starts with `prefix`, without it."""
-    return {name[len(prefix) :]: p for name, p in params.items() if name.startswith(prefix)}
-
-
-def per_layer(count: int, rows: Callable[[int], Iterable[Param]]) -> tuple[Param, ...]:
-    """`rows(i)` for each of `count` layers, in order."""
-    return tuple(param for i in range(count) for param in rows(i))

@@ -217,7 +217,9 @@ class Interface:
     """interface.json: what the emitter knows of a module; a subset of the manifest."""
 
     family: str
+    num_layers: int
     vocab_size: int
+    context: int | None
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
     functions: dict[str, FunctionSpec]
@@ -313,11 +315,13 @@ def expected_functions(
     def i32(name: str, *shape: int) -> TensorSpec:
         return TensorSpec(name, "i32", shape)
 
+    fixed = [s for s in state if s.kind == "fixed"]
     one = tuple(TensorSpec(s.name, s.dtype, s.shape) for s in state)
     new = tuple(TensorSpec(f"new.{s.name}", s.dtype, s.shape) for s in state)
     full = tuple(TensorSpec(s.name, s.dtype, s.batched(slots)) for s in state)
-    one_out = tuple(TensorSpec(f"out.{s.name}", s.dtype, s.shape) for s in state)
-    full_out = tuple(TensorSpec(f"out.{s.name}", s.dtype, s.batched(slots)) for s in state)
+    copy_out = tuple(TensorSpec(f"out.{s.name}", s.dtype, s.shape) for s in state)
+    one_out = tuple(TensorSpec(f"out.{s.name}", s.dtype, s.shape) for s in fixed)
+    full_out = tuple(TensorSpec(f"out.{s.name}", s.dtype, s.batched(slots)) for s in fixed)
 
     def results(rows: int) -> tuple[TensorSpec, ...]:
         return (TensorSpec("logits", "f32", (rows, vocab)), i32("argmax", rows))
@@ -332,7 +336,7 @@ def expected_functions(
     rows = (i32("tokens", slots), i32("positions", slots), i32("active", slots))
     found["decode"] = FunctionSpec((*rows, *full, *full_out), (*results(slots), *full))
     found["seed"] = FunctionSpec((i32("slot"), *full, *new, *full_out), full)
-    found["extract"] = FunctionSpec((i32("slot"), *full, *one_out), one)
+    found["extract"] = FunctionSpec((i32("slot"), *full, *copy_out), one)
     return found
 
 

@@ -53,12 +53,15 @@ def _raw(seed: int, label: str, count: int) -> np.ndarray:
     return np.random.PCG64([seed, zlib.crc32(label.encode())]).random_raw(count)
 
 
-def inputs(name: str, function: FunctionSpec, vocab_size: int, seed: int) -> dict[str, np.ndarray]:
+def inputs(
+    name: str, function: FunctionSpec, vocab_size: int, context: int | None, seed: int
+) -> dict[str, np.ndarray]:
     """Arguments of the entry `name`, by input name.
 
     States are uniform in ±STATE_SCALE, tokens uniform over the vocabulary (also where they are
     padding), a prefill is a quarter short of its chunk, the first of several slots is inactive,
-    `slot` is the last one, and storage holds NaN.
+    `slot` is the last one, and storage holds NaN. Where positions are bounded, a prefill ends at
+    the last one and the slots of a decode are spread over all of them.
     """
     tokens = next((s.shape for s in function.inputs if s.name == "tokens"), (1,))
     chunk, slots = tokens[-1], max((s.shape[0] for s in function.inputs if s.shape), default=1)
@@ -73,10 +76,11 @@ def inputs(name: str, function: FunctionSpec, vocab_size: int, seed: int) -> dic
             unit = (raw >> np.uint64(40)).astype(np.float32) / np.float32(1 << 23) - 1
             arrays[spec.name] = (unit * np.float32(STATE_SCALE)).reshape(spec.shape)
             continue
+        length, end = max(1, chunk - chunk // 4), context or POSITION + chunk
         value = {
-            "length": max(1, chunk - chunk // 4),
-            "position": POSITION,
-            "positions": POSITION,
+            "length": length,
+            "position": max(0, end - length),
+            "positions": np.arange(count, 0, -1) * (end - 1) // count,
             "slot": slots - 1,
             "active": 1,
         }.get(spec.name)
@@ -170,7 +174,7 @@ def check_entries(device: Any, manifest: Manifest, entries: Mapping[str, Any]) -
     seed, rows = int(entries["seed"]), []
     for name, summaries in sorted(entries["functions"].items()):
         spec = manifest.functions[name]
-        given = inputs(name, spec, manifest.model.vocab_size, seed)
+        given = inputs(name, spec, manifest.model.vocab_size, manifest.shape.context, seed)
         found = run_entry(device, name, spec, given)
         for entry in summaries:
             actual = found[entry["name"]]
@@ -188,7 +192,7 @@ def check_whole(device: Any, manifest: Manifest, seed: int, expected: Path) -> l
     """Run every entry on its seeded inputs and compare with `expected`/<entry>.npz in full."""
     rows: list[Check] = []
     for name, spec in manifest.functions.items():
-        given = inputs(name, spec, manifest.model.vocab_size, seed)
+        given = inputs(name, spec, manifest.model.vocab_size, manifest.shape.context, seed)
         found = run_entry(device, name, spec, given)
         with np.load(expected / f"{name}.npz") as wanted:
             for tensor in spec.outputs:
@@ -206,7 +210,9 @@ def _inputs(args: argparse.Namespace) -> None:
     interface = manifest_file.load_interface(args.interface)
     args.out.mkdir(parents=True, exist_ok=True)
     for name, spec in interface.functions.items():
-        arrays: dict[str, Any] = inputs(name, spec, interface.vocab_size, args.seed)
+        arrays: dict[str, Any] = inputs(
+            name, spec, interface.vocab_size, interface.context, args.seed
+        )
         np.savez(args.out / f"{name}.npz", **arrays)
 
 

@@ -1,7 +1,8 @@
 """Sequences on a module: prefill in canonical chunks, slots, ragged decode.
 
-State stays on the device. A call reads one set of state buffers and writes another, so each of
-these objects holds two sets, which change places with every call: nothing is allocated for a step.
+State stays on the device. A KV cache (kind `per_position`) is updated in place. Of everything else
+(kind `fixed`) a call reads one set of buffers and writes another, so each of these objects holds
+two sets, which change places with every call: nothing is allocated for a step.
 """
 
 from __future__ import annotations
@@ -89,11 +90,11 @@ class Prefill:
         put = self._device.to_device
         arguments = [put(tokens), put(_i32(count)), put(_i32(self.position))]
         state = self.take()
-        spare = self._spare or zero_state(self._device, self._manifest, 1)
+        spare = self._spare or _storage(self._device, self._manifest, 1)
         self.logits, self.argmax, *self.state = self._device.call(
             prefill_name(size), [*arguments, *state, *spare]
         )
-        self._spare = state
+        self._spare = _fixed(self._manifest, state)
         self._next += 1
         self._done += count
         self.position += count
@@ -116,7 +117,7 @@ class Session:
         self.manifest = manifest
         self.slots = manifest.shape.slots
         self._state: list[Buffer] | None = zero_state(device, manifest, self.slots)
-        self._spare = zero_state(device, manifest, self.slots)
+        self._spare = _storage(device, manifest, self.slots)
         self._zeros: list[Buffer] | None = None
         self._private: Prefill | None = None
 
@@ -197,7 +198,7 @@ class Session:
         state, self._state = self.state, None
         found = self.device.call(function, [*arguments, *self._spare])
         count = len(found) - len(state)
-        self._state, self._spare = found[count:], state
+        self._state, self._spare = found[count:], _fixed(self.manifest, state)
         return found[:count]
 
     def _row(self, values: np.ndarray[Any, Any] | Sequence[int]) -> np.ndarray[Any, Any]:
@@ -215,6 +216,17 @@ class Session:
 def zero_state(device: Device, manifest: Manifest, slots: int) -> list[Buffer]:
     """Zero state buffers for `slots` slots, in the manifest's order."""
     return [device.zeros(spec.dtype, spec.batched(slots)) for spec in manifest.state]
+
+
+def _fixed(manifest: Manifest, state: Sequence[Buffer]) -> list[Buffer]:
+    """Those of the buffers in the manifest's order that are not updated in place."""
+    return [b for spec, b in zip(manifest.state, state, strict=True) if spec.kind == "fixed"]
+
+
+def _storage(device: Device, manifest: Manifest, slots: int) -> list[Buffer]:
+    """Buffers for the next state of `slots` slots, where it is not updated in place."""
+    kept = [spec for spec in manifest.state if spec.kind == "fixed"]
+    return [device.zeros(spec.dtype, spec.batched(slots)) for spec in kept]
 
 
 def _i32(value: int) -> np.ndarray[Any, Any]:

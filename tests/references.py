@@ -137,8 +137,9 @@ def main(families: list[str]) -> None:
                 rows = derive(checkpoint, prompts(name, vocab_size))
                 smallest = min(min(row.gaps) for row in rows)
                 print(f"{name}: {len(rows)} prompts, smallest gap {smallest:.6f}")
+                head = f'"{name.split("/")[1]}": {{"checkpoint": "{digest(checkpoint)}", '
                 lines.append(
-                    f'"{name.split("/")[1]}": {{"checkpoint": "{digest(checkpoint)}", "prompts": [\n '
+                    f'{head}"prompts": [\n '
                     + ",\n ".join(json.dumps(vars(row)) for row in rows)
                     + "\n]}"
                 )

@@ -99,7 +99,7 @@ def test_the_handed_checkpoint_and_its_hub_config_read_equal() -> None:
 def test_published_config_is_accepted_and_is_the_default() -> None:
     cfg = Model.of(CODESTRAL).cfg
     assert cfg == Model.of({"model_type": "mamba2"}).cfg, "keys left out mean their defaults"
-    assert cfg.conv_dim == 8192 + 2 * 8 * 128
+    assert cfg.mixer.conv_dim == 8192 + 2 * 8 * 128
 
 
 def test_all_offenders_are_named_at_once() -> None:

@@ -134,7 +134,7 @@ def test_texts_that_are_not_a_manifest(tmp_path):
 def test_interface_reads_the_same_parts(tmp_path):
     manifest = sample()
     interface = mf.Interface(
-        "toy", 16, (0,), None, manifest.functions, manifest.state, manifest.params,
+        "toy", 2, 16, None, (0,), None, manifest.functions, manifest.state, manifest.params,
         manifest.numerics,
     )  # fmt: skip
     path = tmp_path / "interface.json"

@@ -25,9 +25,9 @@ from artifacts.cpu import host_has, resolve_cpu
 from artifacts.job import Job
 from artifacts.stages import Stages
 from artifacts.store import Store
+from emit.blocks import mamba2
 from emit.checkpoint import read_config_file
 from emit.entry import Model, entries, param_structs
-from emit.families import mamba2
 from emit.ops import conv, nn, ssd
 from emit.shape import Shape
 from emit.stablehlo import lower
@@ -222,12 +222,12 @@ PLANTS = [
     (taps_reversed, [(conv, "step")], {"decode"}),
     (tail_one_early, [(conv, "scan")], {"prefill_8"}),
     (length_ignored, [(ssd, "scan")], {"prefill_8"}),
-    (eps_tenth, [(nn, "gated_group_rms_norm")], {"prefill_8", "decode"}),
+    (eps_tenth, [(nn, "group_rms_norm")], {"prefill_8", "decode"}),
     (eps_tenth, [(nn, "rms_norm")], {"prefill_8", "decode"}),
     (eps_tenfold, [(nn, "rms_norm")], {"prefill_8", "decode"}),
     (weight_in_bf16, [(nn, "linear")], {"prefill_8", "decode"}),
 ]
-QUICK = {(no_skip_for_head_5, "scan"), (eps_tenth, "gated_group_rms_norm")}
+QUICK = {(no_skip_for_head_5, "scan"), (eps_tenth, "group_rms_norm")}
 
 
 def planted() -> Iterator[Any]:

@@ -135,7 +135,9 @@ def test_a_graph_that_needs_a_custom_call_is_refused() -> None:
         return (jax.lax.linalg.triangular_solve(a, b, left_side=True, lower=True),)
 
     square = ("a", jax.ShapeDtypeStruct((4, 4), jnp.float32))
-    bad = Entry("solve", solve, (square, ("b", square[1])), (("x", square[1]),), (), False)
+    bad = Entry(
+        "solve", solve, (square, ("b", square[1])), (("x", square[1]),), frozenset(), (), False
+    )
     with pytest.raises(EmitError, match=r"^solve: lowers to custom_call"):
         lower(bad, {})
 

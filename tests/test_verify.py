@@ -188,7 +188,7 @@ def summaries(module: Module, manifest: mf.Manifest, seed: int) -> dict:
     """Entries of a reference computed on a device itself."""
     functions = {}
     for name, spec in manifest.functions.items():
-        given = probe.inputs(name, spec, manifest.model.vocab_size, seed)
+        given = probe.inputs(name, spec, manifest.model.vocab_size, manifest.shape.context, seed)
         found = probe.run_entry(module, name, spec, given)
         functions[name] = [
             probe.summarize(name, tensor.name, found[tensor.name], seed) for tensor in spec.outputs

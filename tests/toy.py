@@ -134,6 +134,11 @@ def _type(dtype: str, shape: tuple[int, ...]) -> str:
     return "tensor<" + "x".join([*map(str, shape), _MLIR[dtype]]) + ">"
 
 
+def outputs_stored(spec: mf.FunctionSpec) -> set[str]:
+    """Names of the arguments that are storage."""
+    return {tensor.name for tensor in spec.inputs if tensor.name.startswith("out.")}
+
+
 def emit(name: str, spec: mf.FunctionSpec, params: tuple[mf.ParamSpec, ...]) -> tuple[str, str]:
     """(global lines, functions) of one entry: a public wrapper that loads the parameters."""
     inputs = [tensor for tensor in spec.inputs if not tensor.name.startswith("out.")]
@@ -149,6 +154,8 @@ def emit(name: str, spec: mf.FunctionSpec, params: tuple[mf.ParamSpec, ...]) -> 
     for i, arg in enumerate(spec.inputs):
         output = outputs.get(arg.name)
         note = "" if output is None else f" {{iree.abi.output = {output} : index}}"
+        if arg.name == "kv" and "out.kv" not in outputs_stored(spec):
+            note = " {iree.abi.consume}"
         args.append(f"%a{i}: {_type(arg.dtype, arg.shape)}{note}")
     for i, p in enumerate(params):
         loads.append(f'    %p{i} = util.global.load @"{p.name}" : {_type(p.dtype, p.shape)}')

@@ -11,17 +11,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-import jax
-import jax.numpy as jnp
 from jax import Array
 
 from emit import config as config_reader
+from emit.blocks.block import Rows, placed, renamed, under
+from emit.blocks.mamba2 import Mamba2
 from emit.errors import EmitError
-from emit.ops import conv, nn, ssd
+from emit.ops import nn
 from emit.state import StateSpec
-from emit.weights import Param, WeightMap, depthwise_kernel, layer, matrix, per_layer, vector
-
-SCAN_CHUNK = 64
+from emit.weights import WeightMap, matrix, vector, with_head
 
 # Keys that do not change the graph: initialisation (time_step_*, rescale_prenorm_residual), the
 # reference's own scan chunk (the result does not depend on it), residual_in_fp32 (the residual
@@ -86,103 +84,41 @@ class Config:
         return replace(cfg, intermediate_size=inner)
 
     @property
-    def conv_dim(self) -> int:
-        """Channels that pass through the convolution: x, B and C."""
-        return self.intermediate_size + 2 * self.n_groups * self.state_size
+    def mixer(self) -> Mamba2:
+        """The mixer of every layer."""
+        return Mamba2(
+            self.hidden_size,
+            self.num_heads,
+            self.head_dim,
+            self.n_groups,
+            self.state_size,
+            self.conv_kernel,
+            self.hidden_act,
+            self.layer_norm_epsilon,
+            self.time_step_limit,
+            self.use_bias,
+            self.use_conv_bias,
+        )
 
 
 def weights(cfg: Config) -> WeightMap:
     """Canonical names are the checkpoint's without `backbone.`."""
-    prefix = "backbone."
     table = (cfg.vocab_size, cfg.hidden_size)
     # The first published checkpoints say `embedding`.
-    names = (prefix + "embeddings.weight", prefix + "embedding.weight")
-    head = () if cfg.tie_word_embeddings else (matrix("lm_head.weight", table, "lm_head.weight"),)
-    return WeightMap(
-        params=(
-            matrix("embeddings.weight", table, *names),
-            *per_layer(cfg.num_hidden_layers, lambda i: _layer_weights(cfg, i, prefix)),
-            vector("norm_f.weight", cfg.hidden_size, prefix, offset=1.0),
-            *head,
-        ),
-        copies={"lm_head.weight": "embeddings.weight"} if cfg.tie_word_embeddings else {},
-    )
+    names = ("backbone.embeddings.weight", "backbone.embedding.weight")
+    rows = [matrix("embeddings.weight", table, *names)]
+    for i in range(cfg.num_hidden_layers):
+        base = f"layers.{i}."
+        rows.append(vector(base + "norm.weight", cfg.hidden_size, "backbone.", offset=1.0))
+        rows += cfg.mixer.params(base + "mixer.", f"backbone.{base}mixer.")
+    rows.append(vector("norm_f.weight", cfg.hidden_size, "backbone.", offset=1.0))
+    return with_head(rows, table, "embeddings.weight", cfg.tie_word_embeddings)
 
 
-def _layer_weights(cfg: Config, i: int, prefix: str) -> list[Param]:
-    base = f"layers.{i}."
-    mixer = base + "mixer."
-    width = cfg.intermediate_size + cfg.conv_dim + cfg.num_heads
-    kernel = (cfg.conv_dim, 1, cfg.conv_kernel)
-
-    def projection(name: str, outputs: int, inputs: int) -> Param:
-        return matrix(mixer + name, (outputs, inputs), prefix + mixer + name)
-
-    rows = [
-        vector(base + "norm.weight", cfg.hidden_size, prefix, offset=1.0),
-        projection("in_proj.weight", width, cfg.hidden_size),
-        Param(
-            mixer + "conv1d.weight",
-            (cfg.conv_kernel, cfg.conv_dim),
-            (prefix + mixer + "conv1d.weight",),
-            kernel,
-            depthwise_kernel,
-            scale=cfg.conv_kernel**-0.5,
-        ),
-        vector(mixer + "dt_bias", cfg.num_heads, prefix, offset=-3.0, scale=1.0),
-        vector(mixer + "A_log", cfg.num_heads, prefix, offset=1.0, scale=0.7),
-        vector(mixer + "D", cfg.num_heads, prefix, offset=1.0),
-        vector(mixer + "norm.weight", cfg.intermediate_size, prefix, offset=1.0),
-        projection("out_proj.weight", cfg.hidden_size, cfg.intermediate_size),
-    ]
-    if cfg.use_conv_bias:
-        rows.append(vector(mixer + "conv1d.bias", cfg.conv_dim, prefix))
-    if cfg.use_bias:
-        rows.append(vector(mixer + "in_proj.bias", width, prefix))
-        rows.append(vector(mixer + "out_proj.bias", cfg.hidden_size, prefix))
-    return rows
-
-
-def state(cfg: Config) -> list[StateSpec]:
-    """Per layer: the convolution tail [1, K-1, C] and the SSD state [1, H, P, N]."""
-    tail = (1, cfg.conv_kernel - 1, cfg.conv_dim)
-    hidden = (1, cfg.num_heads, cfg.head_dim, cfg.state_size)
-    return [
-        StateSpec(f"layers.{i}.{name}", shape, "f32", 0, "fixed")
-        for i in range(cfg.num_hidden_layers)
-        for name, shape in (("conv", tail), ("ssm", hidden))
-    ]
-
-
-def _mixer(
-    cfg: Config, p: Mapping[str, Array], x: Array, lengths: Array, tail: Array, hidden: Array
-) -> tuple[Array, Array, Array]:
-    """x f32[B, T, hidden_size] -> (same, new tail, new SSD state)."""
-    B, T, _ = x.shape
-    inner, N = cfg.intermediate_size, cfg.n_groups * cfg.state_size
-    z, xbc, dt = jnp.split(
-        nn.linear(x, p["in_proj.weight"], p.get("in_proj.bias")),
-        [inner, inner + cfg.conv_dim],
-        axis=-1,
-    )
-    run_conv = conv.step if T == 1 else conv.scan
-    xbc, tail = run_conv(xbc, lengths, p["conv1d.weight"], p.get("conv1d.bias"), tail)
-    xs, Bm, Cm = jnp.split(nn.ACTIVATIONS[cfg.hidden_act](xbc), [inner, inner + N], axis=-1)
-    dt = jnp.clip(jax.nn.softplus(dt + p["dt_bias"]), *cfg.time_step_limit)
-    valid = jnp.arange(T)[None, :] < lengths[:, None]
-    inputs = (
-        xs.reshape(B, T, cfg.num_heads, cfg.head_dim),
-        jnp.where(valid[..., None], dt, 0.0),
-        -jnp.exp(p["A_log"]),
-        Bm.reshape(B, T, cfg.n_groups, cfg.state_size),
-        Cm.reshape(B, T, cfg.n_groups, cfg.state_size),
-        p["D"],
-        hidden,
-    )
-    y, hidden = ssd.step(*inputs) if T == 1 else ssd.scan(*inputs, SCAN_CHUNK)
-    y = y.reshape(B, T, inner)
-    y = nn.gated_group_rms_norm(y, z, p["norm.weight"], cfg.n_groups, cfg.layer_norm_epsilon)
-    return nn.linear(y, p["out_proj.weight"], p.get("out_proj.bias")), tail, hidden
+def state(cfg: Config, context: int | None) -> list[StateSpec]:
+    """Per layer the mixer's convolution tail and SSD state."""
+    each = cfg.mixer.state(context)
+    return [s for i in range(cfg.num_hidden_layers) for s in placed(f"layers.{i}.", each)]
 
 
 def forward(
@@ -198,20 +134,14 @@ def forward(
     tokens i32[B, T], the first lengths[b] (i32[B]) of a row valid; positions i32[B] is the position
     of each row's first token, which a model without positions does not read.
     """
-    del positions
-    new: dict[str, Array] = {}
+    rows, new = Rows(lengths, positions), {}
     x = nn.embed(tokens, params["embeddings.weight"])
     for i in range(cfg.num_hidden_layers):
-        p = layer(params, f"layers.{i}.")
-        tail, hidden = f"layers.{i}.conv", f"layers.{i}.ssm"
-        y, new[tail], new[hidden] = _mixer(
-            cfg,
-            layer(p, "mixer."),
-            nn.rms_norm(x, p["norm.weight"], cfg.layer_norm_epsilon),
-            lengths,
-            state[tail],
-            state[hidden],
-        )
+        at = f"layers.{i}."
+        p = under(at, params)
+        normed = nn.rms_norm(x, p["norm.weight"], cfg.layer_norm_epsilon)
+        y, after = cfg.mixer(under("mixer.", p), normed, rows, under(at, state))
+        new |= renamed(at, after)
         x = x + y
     x = nn.rms_norm(nn.last_valid(x, lengths), params["norm_f.weight"], cfg.layer_norm_epsilon)
     head = params["embeddings.weight" if cfg.tie_word_embeddings else "lm_head.weight"]

@@ -18,6 +18,7 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "swish": jax.nn.silu,
     "relu": jax.nn.relu,
     "gelu": lambda x: jax.nn.gelu(x, approximate=False),
+    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
 
@@ -54,14 +55,9 @@ def rms_norm(x: Array, weight: Array, eps: float) -> Array:
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
-def gated_group_rms_norm(x: Array, gate: Array, weight: Array, groups: int, eps: float) -> Array:
-    """RMSNorm of `x * silu(gate)` over each of `groups` equal parts of the last axis, float32.
-
-    x, gate f32[B, T, K], weight f32[K] -> f32[B, T, K]. Mamba2's output norm (arXiv:2405.21060,
-    section 7.2) with the gate applied first, as the published models do; the mean is per group.
-    """
-    gated = x * jax.nn.silu(gate)
-    parts = gated.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
+def group_rms_norm(x: Array, weight: Array, groups: int, eps: float) -> Array:
+    """RMSNorm over each of `groups` equal parts of the last axis: x f32[B, T, K], weight f32[K]."""
+    parts = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
     scale = jax.lax.rsqrt(jnp.mean(parts * parts, axis=-1, keepdims=True) + eps)
     return (parts * scale).reshape(x.shape) * weight
 
@@ -79,3 +75,23 @@ def last_valid(x: Array, lengths: Array) -> Array:
         for b in range(x.shape[0])
     ]
     return jnp.stack(rows)
+
+
+def matmul(a: Array, b: Array) -> Array:
+    """`a @ b` over the last two axes: [..., M, K] and [..., K, N] -> [..., M, N], float32.
+
+    The leading axes become one batch axis, behind barriers. In this canonical form
+    each product becomes one kernel of its own on every target.
+    """
+    batch = a.shape[:-2]
+    a3, b3 = jax.lax.optimization_barrier(
+        (a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]))
+    )
+    out = jax.lax.dot_general(
+        a3,
+        b3,
+        (((2,), (1,)), ((0,), (0,))),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return jax.lax.optimization_barrier(out).reshape(*batch, a.shape[-2], b.shape[-1])

@@ -21,6 +21,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from emit.ops import nn
+
 GRID = 256.0
 FORGOTTEN = -104.0  # exp of it is 0 in float32, and so is that of anything less
 MASKED = -1e30  # exp of it is exactly 0; an infinity would make NaN where it meets its own negative
@@ -85,18 +87,18 @@ def scan(
     Cc = Cm.reshape(B, n, Q, G, N).transpose(0, 1, 3, 2, 4)
     xdt, Bc, Cc = jax.lax.optimization_barrier((xdt, Bc, Cc))
 
-    scores = _matmul(Cc, Bc.swapaxes(-1, -2))  # 1. [B, n, G, Q, Q]
+    scores = nn.matmul(Cc, Bc.swapaxes(-1, -2))  # 1. [B, n, G, Q, Q]
     causal = jnp.arange(Q)[:, None] >= jnp.arange(Q)[None, :]
     between = coarse[..., :, None] - coarse[..., None, :]
     between = between + (fine[..., :, None] - fine[..., None, :])
     decay = jnp.exp(jnp.where(causal, between, MASKED))
     weights = (scores[:, :, :, None] * decay.reshape(B, n, G, R, Q, Q)).reshape(B, n, H, Q, Q)
-    y = _matmul(weights, xdt)  # [B, n, H, Q, P]
+    y = nn.matmul(weights, xdt)  # [B, n, H, Q, P]
 
     to_end = jnp.exp((coarse[..., -1:] - coarse) + (fine[..., -1:] - fine))  # 2.
     weighted = (xdt * to_end[..., None]).reshape(B, n, G, R, Q, P)
     weighted = weighted.transpose(0, 1, 2, 3, 5, 4).reshape(B, n, G, R * P, Q)
-    own = _matmul(weighted, Bc).reshape(B, n, H, P, N)
+    own = nn.matmul(weighted, Bc).reshape(B, n, H, P, N)
 
     total = jnp.exp(cum[..., -1])  # 3. [B, n, H]
     before = []
@@ -105,27 +107,8 @@ def scan(
         state = state * total[:, i, :, None, None] + own[:, i]
 
     entering = jnp.stack(before, axis=1).reshape(B, n, G, R * P, N)  # 4.
-    carried = _matmul(Cc, entering.swapaxes(-1, -2)).reshape(B, n, G, Q, R, P)
+    carried = nn.matmul(Cc, entering.swapaxes(-1, -2)).reshape(B, n, G, Q, R, P)
     carried = carried.transpose(0, 1, 2, 4, 3, 5).reshape(B, n, H, Q, P)
     y = y + carried * jnp.exp(cum)[..., None]
     y = y.transpose(0, 1, 3, 2, 4).reshape(B, T + pad, H, P)[:, :T]
     return y + skip, state
-
-
-def _matmul(a: Array, b: Array) -> Array:
-    """Batched float32 product over the last two axes, as one batch axis behind barriers.
-
-    In this canonical form each product becomes one kernel of its own on every target.
-    """
-    batch = a.shape[:-2]
-    a3, b3 = jax.lax.optimization_barrier(
-        (a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]))
-    )
-    out = jax.lax.dot_general(
-        a3,
-        b3,
-        (((2,), (1,)), ((0,), (0,))),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
-    return jax.lax.optimization_barrier(out).reshape(*batch, a.shape[-2], b.shape[-1])

@@ -19,6 +19,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
+
 from cases.case import Case, Tensors
 
 HANDED = Path(__file__).parent.parent / "data"

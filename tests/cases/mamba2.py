@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+
 from cases.case import Case, Tensors, drawer
 
 CASES = (

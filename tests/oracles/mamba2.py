@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from oracles.model import Model
-from oracles.nn import ACTIVATIONS, conv, gated_group_rms_norm, rms_norm, softplus
+from oracles.nn import ACTIVATIONS, conv, group_rms_norm, rms_norm, silu, softplus
 from oracles.ssd import ssd
 
 
@@ -53,7 +53,7 @@ class Oracle(Model):
             hidden,
         )
         eps = cfg.layer_norm_epsilon
-        y = gated_group_rms_norm(y.reshape(inner), z, p["norm.weight"], cfg.n_groups, eps)
+        y = group_rms_norm(y.reshape(inner) * silu(z), p["norm.weight"], cfg.n_groups, eps)
         return p["out_proj.weight"] @ y + p.get("out_proj.bias", 0.0), tail, hidden
 
     def step(

@@ -23,6 +23,7 @@ def softplus(x: np.ndarray) -> np.ndarray:
 ACTIVATIONS: dict[str, Any] = {
     "silu": silu,
     "relu": lambda x: np.maximum(x, 0.0),
+    "relu2": lambda x: np.maximum(x, 0.0) ** 2,
     "gelu": lambda x: x * 0.5 * (1.0 + np.vectorize(math.erf)(x / math.sqrt(2.0))),
 }
 
@@ -49,11 +50,9 @@ def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     return x / math.sqrt(np.mean(x * x) + eps) * weight
 
 
-def gated_group_rms_norm(
-    x: np.ndarray, gate: np.ndarray, weight: np.ndarray, groups: int, eps: float
-) -> np.ndarray:
-    """RMSNorm of x * silu(gate), each of `groups` equal parts of the vector by itself."""
-    gated = x.astype(F64) * silu(gate.astype(F64))
+def group_rms_norm(x: np.ndarray, weight: np.ndarray, groups: int, eps: float) -> np.ndarray:
+    """RMSNorm of each of `groups` equal parts of one vector by itself."""
+    x, weight = x.astype(F64), weight.astype(F64)
     width = x.size // groups
     parts = [slice(g * width, (g + 1) * width) for g in range(groups)]
-    return np.concatenate([rms_norm(gated[s], weight[s].astype(F64), eps) for s in parts])
+    return np.concatenate([rms_norm(x[s], weight[s], eps) for s in parts])

@@ -128,8 +128,8 @@ def mixer(cfg: mamba2.Config, p: Params, x: Array) -> Array:
     """A whole window from a zero state: x f32[B, T, hidden_size] -> same."""
     B, T, _ = x.shape
     inner, N, H = cfg.intermediate_size, cfg.state_size, cfg.num_heads
-    z, xbc, dt = jnp.split(nn.linear(x, p["in_proj.weight"]), [inner, inner + cfg.conv_dim], -1)
-    tail = jnp.zeros((B, cfg.conv_kernel - 1, cfg.conv_dim))
+    z, xbc, dt = jnp.split(nn.linear(x, p["in_proj.weight"]), [inner, inner + cfg.mixer.conv_dim], -1)
+    tail = jnp.zeros((B, cfg.conv_kernel - 1, cfg.mixer.conv_dim))
     xbc, _ = conv.scan(xbc, jnp.full(B, T), p["conv1d.weight"], p["conv1d.bias"], tail)
     xs, Bm, Cm = jnp.split(jax.nn.silu(xbc), [inner, inner + N], -1)
     y, _ = ssd.scan(
@@ -143,7 +143,7 @@ def mixer(cfg: mamba2.Config, p: Params, x: Array) -> Array:
         SCAN_CHUNK,
     )
     y = y.reshape(B, T, inner)
-    y = nn.gated_group_rms_norm(y, z, p["norm.weight"], 1, cfg.layer_norm_epsilon)
+    y = nn.group_rms_norm(y * jax.nn.silu(z), p["norm.weight"], 1, cfg.layer_norm_epsilon)
     return nn.linear(y, p["out_proj.weight"])
 
 
