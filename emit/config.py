@@ -16,6 +16,8 @@ from emit.errors import EmitError
 
 T = TypeVar("T")
 
+Count = int  # in a Config: an int that may be 0; a plain `int` must be positive
+
 # Keys of any transformers config that say nothing about the graph.
 BOOKKEEPING = frozenset(
     """_name_or_path architectures auto_map bos_token_id dtype eos_token_id initializer_range
@@ -61,13 +63,18 @@ def read(
 
     Fields without a default are required. `ignored` are keys whose value does not matter to the
     graph, each for a reason the family states; `only` maps keys to the one supported value;
-    `aliases` maps other dialects' key names to field names. Raises EmitError naming every missing,
+    `aliases` maps other dialects' key names to field names; a key and its alias must agree. Raises EmitError naming every missing,
     mistyped, unsupported and unknown key at once.
     """
     only = {**BASE_DEFAULTS, **(only or {})}
-    values = {(aliases or {}).get(key, key): value for key, value in raw.items()}
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]
     problems: list[str] = []
+    values: dict[str, Any] = {}
+    for key, value in raw.items():
+        name = (aliases or {}).get(key, key)
+        if name in values and values[name] != value:
+            problems.append(f"{key} = {json.dumps(value)} contradicts {json.dumps(values[name])}")
+        values[name] = value
     filled: dict[str, Any] = {}
     for name, field in fields.items():
         if name in values:
@@ -91,20 +98,30 @@ def read(
 
 def _convert(name: str, value: Any, kind: str) -> tuple[str | None, Any]:
     """Check `value` against the annotation text `kind`; returns (problem, converted value)."""
+    if kind.endswith(" | None"):
+        return (
+            (None, None) if value is None else _convert(name, value, kind.removesuffix(" | None"))
+        )
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind == "int" and number and (isinstance(value, int) or value.is_integer()):
         if 0 < value < 2**31:
             return None, int(value)
         return f"{name} = {value} must be positive and below 2**31", None
+    if kind == "Count" and isinstance(value, int) and number and 0 <= value < 2**31:
+        return None, value
     if kind == "float" and _is_float(value):
         return None, float(value)
     if kind == "bool" and isinstance(value, bool):
         return None, value
     if kind == "str" and isinstance(value, str):
         return None, value
-    if kind == "tuple[float, float]" and isinstance(value, list) and len(value) == 2:
-        if all(_is_float(v) for v in value):
-            return None, (float(value[0]), float(value[1]))
+    if kind.startswith("tuple[") and isinstance(value, list):
+        inner = kind.removeprefix("tuple[").removesuffix("]").split(", ")
+        kinds = [inner[0]] * len(value) if inner[-1] == "..." else inner
+        if len(kinds) == len(value):
+            found = [_convert(name, item, each) for item, each in zip(value, kinds, strict=True)]
+            if not any(problem for problem, _ in found):
+                return None, tuple(item for _, item in found)
     return f"{name} = {json.dumps(value)} is not of type {kind}", None
 
 

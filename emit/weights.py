@@ -79,7 +79,7 @@ class Param:
 class WeightMap:
     """All parameters of a model, and the checkpoint tensors that are known and not used.
 
-    `copies` maps tensors that a checkpoint may hold a second time to the parameter they must equal.
+    `unused` are their names, or the beginnings of their names where it ends with a dot. `copies` maps tensors that a checkpoint may hold a second time to the parameter they must equal.
     """
 
     params: tuple[Param, ...]
@@ -131,7 +131,7 @@ def resolve(weight_map: WeightMap, source: Source) -> dict[str, tuple[str, ...]]
     """
     problems: list[str] = []
     chosen: dict[str, tuple[str, ...]] = {}
-    used = weight_map.unused | set(weight_map.copies)
+    used = _unused(weight_map, source)
     for param in weight_map.params:
         present = tuple(name for name in param.source + param.parts if name in source.tensors)
         used |= set(present)
@@ -161,6 +161,13 @@ def resolve(weight_map: WeightMap, source: Source) -> dict[str, tuple[str, ...]]
             f"{source.dir}: {len(problems)} tensors do not fit config.json: {shown}{more}"
         )
     return chosen
+
+
+def _unused(weight_map: WeightMap, source: Source) -> set[str]:
+    """The checkpoint's tensors that are known and not used."""
+    begin = tuple(name for name in weight_map.unused if name.endswith("."))
+    known = weight_map.unused | set(weight_map.copies)
+    return {name for name in source.tensors if name in known or (begin and name.startswith(begin))}
 
 
 def checkpoint_type(
@@ -211,7 +218,7 @@ def convert(weight_map: WeightMap, source: Source, weights: str, out: Path) -> d
     report = {
         "weights": weights,
         "params": [describe(param, weights) for param in weight_map.params],
-        "unused": sorted((weight_map.unused | set(weight_map.copies)) & set(source.tensors)),
+        "unused": sorted(_unused(weight_map, source)),
     }
     (out / "params.json").write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
     return report
