@@ -32,14 +32,19 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 def load(bundle: Path, files: Sequence[FileRef]) -> Tokenizer | None:
     """The tokenizer of a bundle from its manifest's `files.tokenizer`; None if it has none.
 
+    A model's own format counts before tokenizer.json, which may be there besides.
     Raises UserError: a file is missing, is not what the manifest says, or cannot be read.
     """
+    from runtime import tokenizer_plamo
+
     found = {Path(ref.path).name: ref for ref in files}
-    if FILE_NAME not in found:
-        return None
-    text = read_text(bundle, found[FILE_NAME])
-    config = read_text(bundle, found[CONFIG_NAME]) if CONFIG_NAME in found else "{}"
-    return Tokenizer(text, config, bundle / found[FILE_NAME].path)
+    kinds = ((tokenizer_plamo.FILE_NAME, tokenizer_plamo.PlamoTokenizer), (FILE_NAME, Tokenizer))
+    for name, kind in kinds:
+        if name in found:
+            text = read_text(bundle, found[name])
+            config = read_text(bundle, found[CONFIG_NAME]) if CONFIG_NAME in found else "{}"
+            return kind(text, config, bundle / found[name].path)
+    return None
 
 
 class Tokenizer:
@@ -48,7 +53,7 @@ class Tokenizer:
     def __init__(self, text: str, config: str = "{}", path: Path = Path(FILE_NAME)) -> None:
         import tokenizers
 
-        self._config = _object(config, path.with_name(CONFIG_NAME))
+        self._config = parse_object(config, path.with_name(CONFIG_NAME))
         try:
             self._inner = tokenizers.Tokenizer.from_str(text)
         except Exception as error:  # the library raises plain Exception
@@ -223,7 +228,7 @@ def named(data: bytes) -> str:
 
 def read_object(bundle: Path, ref: FileRef) -> dict[str, Any]:
     """The JSON object in one of the bundle's files. Raises UserError naming the file."""
-    return _object(read_text(bundle, ref), bundle / ref.path)
+    return parse_object(read_text(bundle, ref), bundle / ref.path)
 
 
 def read_text(bundle: Path, ref: FileRef) -> str:
@@ -248,7 +253,8 @@ def read_text(bundle: Path, ref: FileRef) -> str:
         raise UserError(f"{path}: not UTF-8 at byte {error.start}, expected JSON text") from error
 
 
-def _object(text: str, path: Path) -> dict[str, Any]:
+def parse_object(text: str, path: Path) -> dict[str, Any]:
+    """The JSON object `text`. Raises UserError naming `path`."""
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
