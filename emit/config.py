@@ -63,8 +63,8 @@ def read(
 
     Fields without a default are required. `ignored` are keys whose value does not matter to the
     graph, each for a reason the family states; `only` maps keys to the one supported value;
-    `aliases` maps other dialects' key names to field names; a key and its alias must agree. Raises EmitError naming every missing,
-    mistyped, unsupported and unknown key at once.
+    `aliases` maps other dialects' key names to field names; a key and its alias must agree.
+    Raises EmitError naming every missing, mistyped, unsupported and unknown key at once.
     """
     only = {**BASE_DEFAULTS, **(only or {})}
     fields = {f.name: f for f in dataclasses.fields(cls)}  # type: ignore[arg-type]

@@ -79,7 +79,8 @@ class Param:
 class WeightMap:
     """All parameters of a model, and the checkpoint tensors that are known and not used.
 
-    `unused` are their names, or the beginnings of their names where it ends with a dot. `copies` maps tensors that a checkpoint may hold a second time to the parameter they must equal.
+    `unused` are their names, or the beginnings of names where they end with a dot. `copies` maps
+    tensors that a checkpoint may hold a second time to the parameter they must equal.
     """
 
     params: tuple[Param, ...]

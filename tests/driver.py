@@ -19,6 +19,7 @@ from emit.entry import Model
 
 State = dict[str, Any]
 Tokens = Sequence[int] | np.ndarray
+CONTEXT = 160  # of a KV cache, where a model has one
 
 
 @dataclass(frozen=True)
@@ -29,10 +30,10 @@ class Driver:
     params: Mapping[str, Any]
 
     @classmethod
-    def load(cls, checkpoint: Path, kind: str = "f32") -> Driver:
+    def load(cls, checkpoint: Path, kind: str = "f32", context: int = CONTEXT) -> Driver:
         """Through the whole path of a build: read, check, convert, and map the archive."""
         opened = open_checkpoint(checkpoint)
-        model = Model.of(opened.config)
+        model = Model.of(opened.config, context)
         with tempfile.TemporaryDirectory() as out:
             weights.convert(model.weight_map, opened, kind, Path(out))
             params = expect.load_params(model, kind, Path(out) / "params.irpa")
@@ -59,22 +60,57 @@ class Driver:
             for spec in self.model.state
         }
 
+    def held(self, state: State, position: int) -> dict[str, np.ndarray]:
+        """The first row of a state in which `position` tokens are, as the oracle holds it.
+
+        A KV cache as the keys or values [G, position, D] of all of them; those that a ring of
+        fewer places has forgotten are zero.
+        """
+        found = row(state, 0)
+        for spec in self.model.state:
+            if spec.kind == "per_position":
+                region, places = found[spec.name], spec.shape[2]
+                every = np.arange(position)
+                kept = (every >= position - places)[:, None]
+                found[spec.name] = np.where(kept, region[:, every % places], 0)
+        return found
+
+    def agree(self, state: State, want: Mapping[str, np.ndarray], position: int) -> float:
+        """The largest relative difference of `state` from the oracle's after `position` tokens."""
+        got, worst = self.held(state, position), 0.0
+        assert got.keys() == want.keys()
+        for spec in self.model.state:
+            one, other = got[spec.name], want[spec.name]
+            if spec.kind == "per_position":
+                places = spec.shape[2]
+                one, other = one[:, -places:], other[:, -places:]
+            worst = max(worst, relative(one, other))
+        return worst
+
     def call(
-        self, tokens: np.ndarray, lengths: Sequence[int], state: State, position: int = 0
+        self, tokens: np.ndarray, lengths: Sequence[int], state: State, position: Any = 0
     ) -> tuple[np.ndarray, State]:
-        """One pass of tokens [B, T], `lengths[b]` of them valid -> (logits [B, V], state)."""
+        """One pass of tokens [B, T], `lengths[b]` of them valid -> (logits [B, V], state).
+
+        `position` is that of the first token, of all rows or of each.
+        """
         rows = len(lengths)
         logits, state = self.forward(
             self.params,
             np.asarray(tokens, np.int32),
             np.asarray(lengths, np.int32),
-            np.full(rows, position, np.int32),
+            np.broadcast_to(np.asarray(position, np.int32), rows),
             state,
         )
         return np.asarray(logits), state
 
     def prefill(
-        self, tokens: Tokens, chunk: int, state: State | None = None, cuts: Any = None
+        self,
+        tokens: Tokens,
+        chunk: int,
+        state: State | None = None,
+        cuts: Any = None,
+        position: int = 0,
     ) -> tuple[np.ndarray, State]:
         """`tokens` of one sequence in padded chunks -> (logits [V] after the last, state).
 
@@ -88,7 +124,7 @@ class Driver:
         for size in cuts:
             padded = np.zeros((1, chunk), np.int32)
             padded[0, :size] = tokens[at : at + size]
-            logits, state = self.call(padded, [size], state, at)
+            logits, state = self.call(padded, [size], state, position + at)
             at += size
         return logits[0], state
 

@@ -104,7 +104,7 @@ def test_recorded_references_are_what_transformers_gives(name: str, tmp_path: Pa
     directory = references.write_checkpoint(name, tmp_path / "checkpoint")
     assert references.digest(directory) == made
     for row, again in zip(
-        rows, references.derive(directory, [row.prompt for row in rows]), strict=True
+        rows, references.derive(name, directory, [row.prompt for row in rows]), strict=True
     ):
         assert relative(np.array(again.first_logits), np.array(row.first_logits)) < 1e-6
         assert np.allclose(again.gaps, row.gaps, atol=1e-4) or again.tokens != row.tokens

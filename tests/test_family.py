@@ -22,21 +22,26 @@ import pytest
 from driver import Driver, State, relative, row
 
 from emit import expect
-from emit.entry import Entry, entries
+from emit.checkpoint import read_config_file
+from emit.entry import Entry, Model, entries
 from emit.shape import Shape
 
 CLOSE = 1e-5
 CHUNK = 64
-SCHEDULED = tuple(c for c in cases.CASES if c.name in ("groups2_biases", "odd_sizes"))
-# The graphs of these differ from no other row's but in sizes; their files are read in any run.
-ALIKE = ("plain", "one_head_bias", "bf16_sharded", "f16", "first_published_names")
+START = 9  # tokens that a state in use has seen
+QUICK = [case for case in cases.CASES if not case.slow]
+# Of each family the first quick row; of one of them these run also in a default run.
+SCHEDULED = [next(c for c in QUICK if c.family == family) for family in cases.FAMILIES]
+DEFAULT = ("mamba2", "nemotron_h")
 every_case = pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=pytest.mark.slow if c.name in ALIKE else ()) for c in cases.CASES],
+    [pytest.param(c, marks=pytest.mark.slow if c.slow else ()) for c in cases.CASES],
     ids=cases.ids,
 )
 scheduled_case = pytest.mark.parametrize(
-    "case", [pytest.param(SCHEDULED[0], marks=pytest.mark.slow), SCHEDULED[1]], ids=cases.ids
+    "case",
+    [pytest.param(c, marks=() if c.family in DEFAULT else pytest.mark.slow) for c in SCHEDULED],
+    ids=cases.ids,
 )
 
 
@@ -90,25 +95,28 @@ def test_prefill_and_steps_are_the_oracle(case: cases.Case, load: Load) -> None:
     want, want_state = oracle(case, driver).run(text[:100])
     logits, state = driver.prefill(text[:100], CHUNK)
     assert relative(logits, want[-1]) < CLOSE
-    assert worst(row(state, 0), want_state) < CLOSE
+    assert driver.agree(state, want_state, 100) < CLOSE
     stepped = driver.zero_state()
     for t in range(100):
         step_logits, stepped = driver.call(text[None, t : t + 1], [1], stepped, t)
         assert relative(step_logits[0], want[t]) < CLOSE
-    assert worst(row(stepped, 0), want_state) < CLOSE
+    assert driver.agree(stepped, want_state, 100) < CLOSE
     assert worst(stepped, state) < CLOSE and relative(step_logits[0], logits) < CLOSE  # pyright: ignore
     after, _ = driver.call(text[None, 100:], [1], state, 100)
     assert relative(after[0], oracle(case, driver).step(text[100], want_state)[0]) < CLOSE
 
 
 @pytest.mark.parametrize("length", [1, 2, 63, 64, 65])
-def test_prefill_of_any_length_from_a_state_in_use(length: int, load: Load) -> None:
-    case = SCHEDULED[0]
+@scheduled_case
+def test_prefill_of_any_length_from_a_state_in_use(
+    case: cases.Case, length: int, load: Load
+) -> None:
     driver, text = load(case), tokens(case, length, seed=length)
     start = driver.random_state(1, seed=length)
-    want, want_state = oracle(case, driver).run(text, row(start, 0))
-    logits, state = driver.prefill(text, CHUNK, start)
-    assert relative(logits, want[-1]) < CLOSE and worst(row(state, 0), want_state) < CLOSE
+    want, want_state = oracle(case, driver).run(text, driver.held(start, START))
+    logits, state = driver.prefill(text, CHUNK, start, position=START)
+    assert relative(logits, want[-1]) < CLOSE
+    assert driver.agree(state, want_state, START + length) < CLOSE
 
 
 @every_case
@@ -121,24 +129,38 @@ def test_greedy_tokens_are_the_oracle(case: cases.Case, load: Load) -> None:
     assert len(set(want)) > 4, "a model that repeats itself tests nothing"
 
 
-def test_the_handed_checkpoint_gives_its_recorded_tokens() -> None:
-    directory = cases.HANDED / "mamba2"
+@pytest.mark.parametrize("family", cases.FAMILIES)
+def test_the_handed_checkpoint_gives_its_recorded_tokens(family: str) -> None:
+    directory = cases.HANDED / family
     driver = Driver.load(directory / "checkpoint")
     for recorded in json.loads((directory / "reference.json").read_text()).values():
         got, _ = driver.greedy(recorded["prompt"], len(recorded["tokens"]), 8)
         assert got == recorded["tokens"]
 
 
+@pytest.mark.parametrize(
+    "family", [f for f in cases.FAMILIES if (cases.HANDED / f / "config.hub.json").exists()]
+)
+def test_both_dialects_of_the_handed_config_are_one_model(family: str) -> None:
+    native, hub = (
+        Model.of(read_config_file(cases.HANDED / family / name))
+        for name in ("checkpoint/config.json", "config.hub.json")
+    )
+    assert native.cfg == hub.cfg
+
+
 @pytest.mark.parametrize("kind", ["bf16", "f16"])
-def test_narrow_weights_are_exactly_the_stored_ones(kind: str, tmp_path: Path) -> None:
+@scheduled_case
+def test_narrow_weights_are_exactly_the_stored_ones(
+    case: cases.Case, kind: str, tmp_path: Path
+) -> None:
     """Only weights are narrow: against the oracle on the stored values, errors are float32's."""
-    case = SCHEDULED[0]
     driver = Driver.load(cases.build(case, tmp_path), kind)
     assert {str(p.dtype) for p in driver.params.values()} == {cases.LONG[kind], "float32"}
     text = tokens(case, 70)
     want, want_state = oracle(case, driver).run(text)
     logits, state = driver.prefill(text, CHUNK)
-    assert relative(logits, want[-1]) < CLOSE and worst(row(state, 0), want_state) < CLOSE
+    assert relative(logits, want[-1]) < CLOSE and driver.agree(state, want_state, 70) < CLOSE
     stepped, _ = driver.call(text[None, :1], [1], driver.zero_state())
     assert relative(stepped[0], want[0]) < CLOSE
 
@@ -164,7 +186,7 @@ def test_padding_changes_no_bit(case: cases.Case, load: Load) -> None:
         for padding in (0, 1, cases.full_config(case)["vocab_size"] - 1, 2**31 - 1, -1):
             text = np.full((1, CHUNK), padding)
             text[0, :length] = tokens(case, length)
-            logits, state = driver.call(text, [length], start)
+            logits, state = driver.call(text, [length], start, START)
             outcomes.append((logits.tobytes(), bits(state)))
         assert all(outcome == outcomes[0] for outcome in outcomes)
 
@@ -174,7 +196,7 @@ def test_a_row_of_length_0_keeps_its_state(case: cases.Case, load: Load) -> None
     driver = load(case)
     start = driver.random_state(1, seed=3)
     for width in (1, CHUNK):
-        _, state = driver.call(tokens(case, width)[None], [0], start)
+        _, state = driver.call(tokens(case, width)[None], [0], start, START)
         assert bits(state) == bits(start)
 
 
@@ -182,11 +204,14 @@ def test_a_row_of_length_0_keeps_its_state(case: cases.Case, load: Load) -> None
 def test_a_ragged_batch_is_its_rows_alone(case: cases.Case, load: Load) -> None:
     driver, lengths = load(case), [64, 1, 0, 37]
     text = tokens(case, 4 * CHUNK).reshape(4, CHUNK)
-    start = driver.random_state(4, seed=4)
-    logits, state = driver.call(text, lengths, start)
+    start, positions = driver.random_state(4, seed=4), [0, 70, 3, START]
+    logits, state = driver.call(text, lengths, start, positions)
     for b, length in enumerate(lengths):
         alone, alone_state = driver.call(
-            text[b : b + 1], [length], {name: array[b : b + 1] for name, array in start.items()}
+            text[b : b + 1],
+            [length],
+            {name: array[b : b + 1] for name, array in start.items()},
+            positions[b],
         )
         assert worst(row(state, b), row(alone_state, 0)) < CLOSE / 5
         if length:
@@ -278,14 +303,17 @@ def test_entries_are_as_described(case: cases.Case, load: Load) -> None:
         e = entry(driver, name)
         out = jax.eval_shape(e.fn, structs, *(struct for _, struct in e.inputs))
         assert [(o.shape, o.dtype) for o in out] == [(s.shape, s.dtype) for _, s in e.outputs]
-        assert [e.outputs[i][0] for _, i in e.storage] == [s.name for s in driver.model.state]
+        back = {e.outputs[i][0] for _, i in e.storage} | e.consumed
+        assert back == {s.name for s in driver.model.state} and not e.consumed & set(e.storage)
+        kept = {s.name for s in driver.model.state if s.kind == "per_position"}
+        assert e.consumed == (set() if name == "extract" else kept)
 
 
 # --- the build's own oracle ------------------------------------------------------------------
 
 
 def test_expected_generations_are_the_oracle(load: Load) -> None:
-    case = SCHEDULED[1]
+    case = SCHEDULED[cases.FAMILIES.index("mamba2")]
     driver = load(case)
     texts = expect.prompts(driver.model.cfg.vocab_size, seed=3)
     assert [len(text) for text in texts] == list(expect.PROMPT_LENGTHS)
@@ -300,7 +328,7 @@ def test_expected_generations_are_the_oracle(load: Load) -> None:
 
 
 def test_expected_outputs_are_those_of_the_entries(load: Load, tmp_path: Path) -> None:
-    driver, shape = load(SCHEDULED[1]), Shape.parse("b3-p8")
+    driver, shape = load(SCHEDULED[0]), Shape.parse("b3-p8")
     rng = np.random.default_rng(0)
     for e in entries(driver.model, shape):
         arrays: dict[str, Any] = {}

@@ -19,7 +19,8 @@ class Case:
 
     `dialect` is that of config.json: `native` as transformers 5 writes it, `hub` as older files
     have it (torch_dtype, plain Infinity, keys at their default left out). `rename` maps tensor
-    names to other spellings. `reference` is why transformers cannot be compared with, or None.
+    names to other spellings. `reference` is why transformers cannot be compared with, or None. A
+    `slow` row has a graph like another's: its file is read in any run, its numbers in a slow one.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Case:
     shards: int = 1
     rename: Mapping[str, str] = field(default_factory=dict)
     reference: str | None = None
+    slow: bool = False
 
     @property
     def id(self) -> str:

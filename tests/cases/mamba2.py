@@ -10,7 +10,7 @@ import numpy as np
 from cases.case import Case, Tensors, drawer
 
 CASES = (
-    Case("plain", "mamba2"),
+    Case("plain", "mamba2", slow=True),
     Case(
         "groups2_biases",
         "mamba2",
@@ -45,9 +45,11 @@ CASES = (
             "hidden_act": "gelu",
         },
     ),
-    Case("one_head_bias", "mamba2", {"num_heads": 1, "head_dim": 64, "use_bias": True}),
-    Case("bf16_sharded", "mamba2", {"n_groups": 2}, dialect="hub", dtype="bf16", shards=3),
-    Case("f16", "mamba2", {"conv_kernel": 5, "tie_word_embeddings": True}, dtype="f16"),
+    Case("one_head_bias", "mamba2", {"num_heads": 1, "head_dim": 64, "use_bias": True}, slow=True),
+    Case(
+        "bf16_sharded", "mamba2", {"n_groups": 2}, dialect="hub", dtype="bf16", shards=3, slow=True
+    ),
+    Case("f16", "mamba2", {"conv_kernel": 5, "tie_word_embeddings": True}, dtype="f16", slow=True),
     Case(
         "first_published_names",
         "mamba2",
@@ -55,6 +57,7 @@ CASES = (
         dialect="hub",
         rename={"backbone.embeddings.weight": "backbone.embedding.weight"},
         reference="transformers 5 renames the old key only for mamba",
+        slow=True,
     ),
     Case(
         "limits_bind",
