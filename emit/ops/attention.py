@@ -1,0 +1,190 @@
+"""Causal multi-head attention with grouped keys (arXiv:1706.03762 eq. 1; GQA, arXiv:2305.13245).
+
+    s[t, c] = scale q[t] · k[c]            for c <= t, and t - c < window where there is a window
+    y[t]    = sum_c softmax_c(s)[t, c] v[c]
+
+With a soft cap (arXiv:2408.00118, section 2) s is softcap tanh(s / softcap) before the mask.
+
+| tensor       | shape           | meaning                                                    |
+|--------------|-----------------|------------------------------------------------------------|
+| q            | [B, T, H, D]    | queries, rotated where the model has positions             |
+| k, v         | [B, T, G, D]    | keys and values of G heads, each for H/G query heads       |
+| lengths      | i32[B]          | how many of the T tokens are valid                         |
+| positions    | i32[B]          | position of each row's first token                         |
+| keys, values | [B, G, C, D]    | the state: those of earlier positions                      |
+
+Everything is float32. Without a window position p lies at place p of the state, and C is the
+longest context; with one the state is a ring of C <= window places and position p lies at p mod C.
+The state is written in place: each row's valid tokens replace its places, and no other place
+changes a bit. Identity update for padding: it is not written, and nothing attends to it. Tokens
+whose place is outside the region are dropped.
+
+Products read keys and values as they lie (contracted over D and over C), so no target transposes
+or copies the state.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from emit.ops import nn
+
+MASKED = -1e30  # its exp is 0; an infinity would make NaN where a row has no key at all
+
+
+def step(
+    q: Array,
+    k: Array,
+    v: Array,
+    lengths: Array,
+    positions: Array,
+    keys: Array,
+    values: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Array, Array, Array]:
+    """One token a row (T = 1): -> (y [B, 1, H, D], keys, values)."""
+    C = keys.shape[2]
+    place = positions if window is None else jax.lax.rem(positions, C)
+    keys = _write(keys, k, place, lengths)
+    values = _write(values, v, place, lengths)
+    c, last = jnp.arange(C, dtype=jnp.int32)[None, None, :], positions[:, None, None]
+    # In a ring, place c holds the last position that is c mod C: any but those before the first.
+    seen = c <= last if window is None else _held(c, last, C) >= 0
+    y = _attend(q, [(keys, values, seen)], scale, softcap)
+    return y, keys, values
+
+
+def scan(
+    q: Array,
+    k: Array,
+    v: Array,
+    lengths: Array,
+    positions: Array,
+    keys: Array,
+    values: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+) -> tuple[Array, Array, Array]:
+    """T tokens a row after what the state holds: -> (y [B, T, H, D], keys, values).
+
+    Without a window the tokens are written first and attend to the region. A ring may lose keys
+    that the first tokens need, so they attend to the old ring and to themselves, and are written
+    after that, the last C valid ones.
+    """
+    T, C = q.shape[1], keys.shape[2]
+    t = jnp.arange(T, dtype=jnp.int32)
+    valid = (t[None, :] < lengths[:, None])[:, :, None, None]
+    k, v = jnp.where(valid, k, 0.0), jnp.where(valid, v, 0.0)  # even infinite padding is nothing
+    c, first = jnp.arange(C, dtype=jnp.int32)[None, None, :], positions[:, None, None]
+    if window is None:
+        keys = _write(keys, k, positions, lengths)
+        values = _write(values, v, positions, lengths)
+        seen = c <= first + t[None, :, None]
+        return _attend(q, [(keys, values, seen)], scale, softcap), keys, values
+    held = _held(c, first - 1, C)
+    old = (held >= 0) & (first + t[None, :, None] - held < window)
+    own = (t[:, None] >= t[None, :]) & (t[:, None] - t[None, :] < window)
+    parts = [(keys, values, old), (k.swapaxes(1, 2), v.swapaxes(1, 2), own[None])]
+    y = _attend(q, parts, scale, softcap)
+    return y, _write_ring(keys, k, positions, lengths), _write_ring(values, v, positions, lengths)
+
+
+def _held(c: Array, last: Array, C: int) -> Array:
+    """The position that place c of a ring holds after position `last` >= -1; below 0 if none."""
+    return last - jax.lax.rem(last - c + C, C)
+
+
+def _attend(
+    q: Array, parts: list[tuple[Array, Array, Array]], scale: float, softcap: float | None
+) -> Array:
+    """Softmax attention over all `parts` (keys, values [B, G, C, D], seen [B or 1, T, C])."""
+    B, T, H, D = q.shape
+    G = parts[0][0].shape[1]
+    rows = (q * scale).reshape(B, T, G, H // G, D).transpose(0, 2, 3, 1, 4)  # [B, G, R, T, D]
+    rows = rows.reshape(B, G, H // G * T, D)
+    scores = []
+    for keys, _, seen in parts:
+        s = _matmul_transposed(rows, keys).reshape(B, G, H // G, T, keys.shape[2])
+        if softcap is not None:
+            s = softcap * jnp.tanh(s / softcap)
+        scores.append(jnp.where(seen[:, None, None], s, MASKED))
+    largest = scores[0].max(-1, keepdims=True)
+    for s in scores[1:]:
+        largest = jnp.maximum(largest, s.max(-1, keepdims=True))
+    y = total = jnp.zeros((), jnp.float32)
+    for s, (_, values, _) in zip(scores, parts, strict=True):
+        weights = jnp.exp(s - largest)
+        total = total + weights.sum(-1, keepdims=True)
+        y = y + nn.matmul(weights.reshape(B, G, H // G * T, values.shape[2]), values)
+    y = y.reshape(B, G, H // G, T, D) / total
+    return y.transpose(0, 3, 1, 2, 4).reshape(B, T, H, D)
+
+
+def _matmul_transposed(a: Array, b: Array) -> Array:
+    """`a bᵀ` over the last two axes in the canonical form of `nn.matmul`, b read as it lies."""
+    batch = a.shape[:-2]
+    a3, b3 = jax.lax.optimization_barrier(
+        (a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]))
+    )
+    out = jax.lax.dot_general(
+        a3,
+        b3,
+        (((2,), (2,)), ((0,), (0,))),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
+    )
+    return jax.lax.optimization_barrier(out).reshape(*batch, a.shape[-2], b.shape[-2])
+
+
+def _write(region: Array, tokens: Array, at: Array, lengths: Array) -> Array:
+    """Put the first lengths[b] rows of `tokens` [B, T, G, D] at places at[b]… of `region`.
+
+    Places outside the region are dropped; at[b] may be negative. One slice of W = min(T, C) places
+    a row is read, selected and written, so the compiled update is in place and never clamped: the
+    slice starts inside, and the tokens are shifted within it.
+    """
+    B, T, G, D = tokens.shape
+    C = region.shape[2]
+    W = min(T, C)
+    zero = jnp.zeros((), jnp.int32)
+    padded = tokens
+    if T > 1:
+        padded = jnp.pad(tokens, ((0, 0), (W, W), (0, 0), (0, 0)))
+    for b in range(B):
+        row = jnp.full((), b, jnp.int32)
+        start = jnp.clip(at[b], 0, C - W)
+        first = jnp.clip(start - at[b], -W, T)  # the token that belongs at place `start`
+        token = first + jnp.arange(W, dtype=jnp.int32)
+        new = padded[b]
+        if T > 1:
+            new = jax.lax.dynamic_slice_in_dim(padded[b], first + W, W, axis=0)
+        written = ((token >= 0) & (token < lengths[b]))[None, None, :, None]
+        old = jax.lax.dynamic_slice(region, (row, zero, start, zero), (1, G, W, D))
+        new = jnp.where(written, new.transpose(1, 0, 2)[None], old)
+        region = jax.lax.dynamic_update_slice(region, new, (row, zero, start, zero))
+    return region
+
+
+def _write_ring(region: Array, tokens: Array, positions: Array, lengths: Array) -> Array:
+    """Put the last min(lengths[b], C) valid rows of `tokens` at their places, position mod C.
+
+    They are one run of places, and where it passes the end the rest is at the beginning.
+    """
+    B, T, _, _ = tokens.shape
+    C = region.shape[2]
+    if T > C:
+        skipped = jnp.maximum(lengths - C, 0)
+        tokens = jnp.stack(
+            [jax.lax.dynamic_slice_in_dim(tokens[b], skipped[b], C, axis=0) for b in range(B)]
+        )
+        positions, lengths = positions + skipped, lengths - skipped
+    start = jax.lax.rem(positions, C)
+    region = _write(region, tokens, start, lengths)
+    return _write(region, tokens, start - C, lengths) if T > 1 else region
