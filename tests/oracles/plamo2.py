@@ -136,9 +136,10 @@ class Oracle(Model):
             mixer = self._mamba if self.is_mamba(i) else self._attention
             y = mixer(i, self._norm(base + "pre_mixer_norm", x), new)
             x = x + self._norm(base + "post_mixer_norm", y)
-            h = self.params[base + "mlp.gate_up_proj.weight"] @ self._norm(base + "pre_mlp_norm", x)
-            gate, up = np.split(h, 2)
-            y = self.params[base + "mlp.down_proj.weight"] @ (silu(gate) * up)
+            h, p = self._norm(base + "pre_mlp_norm", x), self.under(base + "mlp.")
+            y = p["down_proj.weight"] @ (
+                silu(p["gate_proj.weight"] @ h) * (p["up_proj.weight"] @ h)
+            )
             x = x + self._norm(base + "post_mlp_norm", y)
         head = "embed_tokens.weight" if cfg.tie_word_embeddings else "lm_head.weight"
         return self.params[head] @ self._norm("norm", x), new
