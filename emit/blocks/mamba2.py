@@ -30,7 +30,8 @@ class Mamba2:
     `dt_limit` clamps the step size after softplus. `norm` says what follows the recurrence: the
     RMS norm of the gated output (`gated`), the gate after the norm (`norm_first`), or the gate
     alone (`none`); it is taken over each of `n_groups` parts. `multipliers` scale the parts z, x,
-    B, C and dt of the projection.
+    B, C and dt of the projection. `bias` is that of both projections, unless `out_bias` says
+    otherwise of the second.
     """
 
     hidden_size: int
@@ -46,6 +47,7 @@ class Mamba2:
     conv_bias: bool = True
     norm: Literal["gated", "norm_first", "none"] = "gated"
     multipliers: tuple[float, float, float, float, float] | None = None
+    out_bias: bool | None = None
 
     @property
     def inner(self) -> int:
@@ -89,6 +91,7 @@ class Mamba2:
             rows.append(vector(name + "conv1d.bias", self.conv_dim, prefix))
         if self.bias:
             rows.append(vector(name + "in_proj.bias", width, prefix))
+        if self.bias if self.out_bias is None else self.out_bias:
             rows.append(vector(name + "out_proj.bias", self.hidden_size, prefix))
         return rows
 
