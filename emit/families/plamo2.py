@@ -26,6 +26,7 @@ Refused: images, FP8 and n-bit evaluation, `mamba_step` 1, scaled RoPE, any unkn
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -176,17 +177,25 @@ class Config:
 
 def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
     """`raw` with the bases of transformers 5's `rope_parameters` under their older names."""
-    out, nested = dict(raw), raw.get("rope_parameters")
-    if not isinstance(nested, dict):
-        return out
-    local = nested.get("sliding_attention")
-    parts = {"rope_theta": nested.get("full_attention", nested), "rope_local_theta": local}
-    plain = {"rope_type", "rope_theta", "full_attention", "sliding_attention"}
+    out = dict(raw)
+    given = out.pop("rope_parameters", None) or {}
+    parts = {
+        "rope_theta": given.get("full_attention", given),
+        "rope_local_theta": given.get("sliding_attention") or {},
+    }
     for name, part in parts.items():
-        if isinstance(part, dict) and part.get("rope_type", "default") == "default":
-            if set(part) <= plain and "rope_theta" in part:
-                out.setdefault(name, part["rope_theta"])
-                out.pop("rope_parameters", None)
+        rest = {k: v for k, v in part.items() if k not in ("rope_theta", "sliding_attention")}
+        if rest.pop("rope_type", "default") != "default" or rest:
+            raise EmitError(
+                f"config.json of plamo2: rope_parameters = {json.dumps(given)} is not supported"
+                " (only rope_type default, and rope_theta)"
+            )
+        value = part.get("rope_theta")
+        if value is not None and out.setdefault(name, value) != value:
+            raise EmitError(
+                f"config.json of plamo2: {name} = {json.dumps(out[name])} contradicts"
+                f" {json.dumps(value)} in rope_parameters"
+            )
     return out
 
 
