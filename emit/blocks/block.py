@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import jax.numpy as jnp
 from jax import Array
 
+from emit.ops import nn
 from emit.state import StateSpec
 from emit.weights import Param
 
@@ -32,7 +32,7 @@ class Rows:
 
     def valid(self, steps: int) -> Array:
         """bool[B, steps]: which tokens are not padding."""
-        return jnp.arange(steps)[None, :] < self.lengths[:, None]
+        return nn.iota(steps)[None, :] < self.lengths[:, None]
 
 
 class Block(Protocol):

@@ -79,7 +79,7 @@ def scan(
     after that, the last C valid ones.
     """
     T, C = q.shape[1], keys.shape[2]
-    t = jnp.arange(T, dtype=jnp.int32)
+    t = nn.iota(T)
     valid = (t[None, :] < lengths[:, None])[:, :, None, None]
     k, v = jnp.where(valid, k, 0.0), jnp.where(valid, v, 0.0)  # even infinite padding is nothing
     c, first = jnp.arange(C, dtype=jnp.int32)[None, None, :], positions[:, None, None]
@@ -161,7 +161,7 @@ def _write(region: Array, tokens: Array, at: Array, lengths: Array) -> Array:
         row = jnp.full((), b, jnp.int32)
         start = jnp.clip(at[b], 0, C - W)
         first = jnp.clip(start - at[b], -W, T)  # the token that belongs at place `start`
-        token = first + jnp.arange(W, dtype=jnp.int32)
+        token = first + nn.iota(W)
         new = padded[b]
         if T > 1:
             new = jax.lax.dynamic_slice_in_dim(padded[b], first + W, W, axis=0)

@@ -8,9 +8,11 @@ widened inside the product, so the result is that of float32 arithmetic on the s
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
@@ -21,6 +23,15 @@ ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
     "gelu_pytorch_tanh": lambda x: jax.nn.gelu(x, approximate=True),
 }
+
+
+def iota(count: int, dtype: Any = jnp.int32) -> Array:
+    """0 to `count` - 1, as a constant of the graph.
+
+    An iota that several operations read may become a kernel of its own, which has no input and is
+    lost outside the command buffer: the compiler then fails.
+    """
+    return jnp.asarray(np.arange(count, dtype=dtype))
 
 
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:

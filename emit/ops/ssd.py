@@ -88,7 +88,7 @@ def scan(
     xdt, Bc, Cc = jax.lax.optimization_barrier((xdt, Bc, Cc))
 
     scores = nn.matmul(Cc, Bc.swapaxes(-1, -2))  # 1. [B, n, G, Q, Q]
-    causal = jnp.arange(Q)[:, None] >= jnp.arange(Q)[None, :]
+    causal = nn.iota(Q)[:, None] >= nn.iota(Q)[None, :]
     between = coarse[..., :, None] - coarse[..., None, :]
     between = between + (fine[..., :, None] - fine[..., None, :])
     decay = jnp.exp(jnp.where(causal, between, MASKED))
