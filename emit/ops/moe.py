@@ -27,6 +27,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from emit.ops import nn
+
 MASKED = -1e30
 UNROLLED = 40  # pairs of (row, expert) of a step up to which each is an operation of its own
 EPS = 1e-20  # added to the sum of sigmoid scores before dividing by it
@@ -68,21 +70,18 @@ def route(logits: Array, routing: Routing, bias: Array | None = None) -> tuple[A
     `bias` f32[E] is added to the scores for choosing only: weights are made of the scores
     themselves (arXiv:2412.19437, eq. 16).
     """
-    E = logits.shape[-1]
     if routing.score == "softmax":
         scores = jax.nn.softmax(logits, axis=-1)
     else:
         scores = jax.nn.sigmoid(logits) if routing.score == "sigmoid" else logits
     choice = scores if bias is None else scores + bias
+    scores, choice = jax.lax.optimization_barrier((scores, choice))
     if routing.groups > 1:
-        choice = jnp.where(_eligible(choice, routing), choice, MASKED)
-    best, index = jax.lax.top_k(choice, routing.top_k)
-    index = jnp.clip(index, 0, E - 1)
-    if bias is None:
-        weight = best
-    else:
-        chosen = index[..., None] == jnp.arange(E, dtype=jnp.int32)
-        weight = jnp.sum(jnp.where(chosen, scores[..., None, :], 0.0), axis=-1)
+        choice = _eligible(choice, routing)
+    at = _rank(choice)[..., None, :] == nn.iota(routing.top_k, jnp.float32)[:, None]
+    numbers = nn.iota(logits.shape[-1])
+    index = jnp.sum(jnp.where(at, numbers, 0), axis=-1)
+    weight = jnp.sum(jnp.where(at, scores[..., None, :], 0.0), axis=-1)
     if routing.score == "chosen":
         weight = jax.nn.softmax(weight, axis=-1)
     if routing.normalize:
@@ -91,14 +90,27 @@ def route(logits: Array, routing: Routing, bias: Array | None = None) -> tuple[A
     return index, weight * routing.scale
 
 
+def _rank(values: Array) -> Array:
+    """How many of `values` [..., E] come before each: larger, or as large and earlier; float32.
+
+    All pairs are compared: the targets' own top-k and sort fail or are wrong on some of them. The
+    values are behind a barrier, so that both sides of a comparison are the same bits.
+    """
+    values = jax.lax.optimization_barrier(values)
+    E = values.shape[-1]
+    own, other = values[..., :, None], values[..., None, :]
+    earlier = nn.iota(E)[:, None] > nn.iota(E)[None, :]
+    before = (other > own) | ((other == own) & earlier)
+    return jax.lax.optimization_barrier(jnp.sum(before.astype(jnp.float32), axis=-1))
+
+
 def _eligible(choice: Array, routing: Routing) -> Array:
-    """bool[B, T, E]: experts of the kept groups."""
+    """`choice` with the experts of all but the kept groups MASKED."""
     *tokens, E = choice.shape
-    size = E // routing.groups
-    two, _ = jax.lax.top_k(choice.reshape(*tokens, routing.groups, size), min(2, size))
-    _, kept = jax.lax.top_k(jnp.sum(two, axis=-1), routing.groups_kept)
-    group = jnp.arange(E, dtype=jnp.int32) // size
-    return jnp.any(kept[..., None] == group, axis=-2)
+    grouped = choice.reshape(*tokens, routing.groups, E // routing.groups)
+    worth = jnp.sum(jnp.where(_rank(grouped) < 2.0, grouped, 0.0), axis=-1)
+    kept = _rank(worth) < routing.groups_kept
+    return jnp.where(kept[..., None], grouped, MASKED).reshape(choice.shape)
 
 
 def step(
@@ -108,12 +120,13 @@ def step(
 
     Reads the weights of the chosen experts and no others, one (row, expert) at a time: as
     separate operations, or, if those are more than `UNROLLED`, in a loop. Where the rows choose at
-    least as many as there are, all experts are read once instead (the form of `scan`).
+    least as many as there are, all experts are read once instead.
     """
     B, _, K = index.shape
-    if experts.up.shape[0] <= B * K:
-        return scan(x, valid, index, weight, experts, act)
     x, index, weight = _masked(x, valid, index, weight)
+    index = jnp.clip(index, 0, experts.up.shape[0] - 1)
+    if experts.up.shape[0] <= B * K:
+        return _dense(x[:, 0], index[:, 0], weight[:, 0], experts, act)[:, None]
     if B * K > UNROLLED:
         return _looped(x[:, 0], index[:, 0], weight[:, 0], experts, act)[:, None]
     rows = []
@@ -143,24 +156,81 @@ def _looped(x: Array, index: Array, weight: Array, experts: Experts, act: Activa
 def scan(
     x: Array, valid: Array, index: Array, weight: Array, experts: Experts, act: Activation
 ) -> Array:
-    """T tokens for each row: x [B, T, D] -> y [B, T, D]."""
+    """T tokens for each row: x [B, T, D] -> y [B, T, D].
+
+    Tokens are grouped by expert, unless each takes more than half of the experts.
+    """
     B, T, D = x.shape
+    K, E = index.shape[-1], experts.up.shape[0]
     x, index, weight = _masked(x, valid, index, weight)
-    return _dense(
-        x.reshape(B * T, D),
-        jnp.where(valid[..., None], index, -1).reshape(B * T, -1),
-        weight.reshape(B * T, -1),
-        experts,
-        act,
-    ).reshape(B, T, D)
+    index = jnp.where(valid[..., None], index, -1)
+    run = _grouped if 2 * K <= E else _dense
+    flat, chosen, by = (a.reshape(B * T, -1) for a in (x, index, weight))
+    return run(flat, chosen, by, experts, act).reshape(B, T, D)
+
+
+def _grouped(x: Array, index: Array, weight: Array, experts: Experts, act: Activation) -> Array:
+    """Each expert on its own tokens of x [N, D], in blocks of Q; index -1 is no expert.
+
+    1. A token's rank among its expert's tokens: the number of tokens before it that chose it too.
+    2. ceil(count / Q) blocks for each expert, one expert after the other; block i's expert and its
+       first rank follow from the running sum of these.
+    3. A loop over as many blocks as there are: the block's Q tokens are looked up by their ranks,
+       its expert runs on them, and each token that is in the block adds its output.
+
+    So no weight is read of an expert without tokens, each token's outputs are added by ascending
+    expert, and nothing is sorted or scattered.
+    """
+    N, K = index.shape
+    E = experts.up.shape[0]
+    Q = _block(N * K, E)
+    hit, by = _table(index, weight, E)
+    upto = jax.lax.optimization_barrier(jnp.cumsum(hit, axis=0))  # 1.
+    rank = jnp.where(hit > 0, upto - 1.0, -1.0).T  # [E, N]
+    blocks = jnp.ceil(upto[-1] / Q)  # 2.
+    ends = jax.lax.optimization_barrier(jnp.cumsum(blocks))
+    each = nn.iota(min(E, N * K) + N * K // Q, jnp.float32)
+    expert = jnp.sum((ends <= each[:, None]).astype(jnp.int32), axis=1)
+    expert = jnp.minimum(expert, E - 1)
+    first = (each - jnp.take(ends - blocks, expert, mode="clip")) * Q
+    place = jnp.take(rank, expert, axis=0, mode="clip") - first[:, None]  # [blocks, N]
+    place = jax.lax.optimization_barrier(place)
+    at = place[:, None, :] == nn.iota(Q, jnp.float32)[:, None]
+    token = jnp.sum(jnp.where(at, nn.iota(N, jnp.float32), 0.0), axis=-1)
+    inside = ((place >= 0.0) & (place < Q)).astype(jnp.float32)
+    place, token = (a.astype(jnp.int32) for a in (jnp.clip(place, 0.0, Q - 1.0), token))
+    own = jnp.take(by.T, expert, axis=0, mode="clip")
+    expert, token, place, own, inside = jax.lax.optimization_barrier(
+        (expert, token, place, own, inside)
+    )
+
+    def add(i: Array, y: Array) -> Array:  # 3.
+        block = jnp.take(x, token[i], axis=0, mode="clip")
+        block = jax.lax.optimization_barrier(block)
+        out = jax.lax.optimization_barrier(_expert(block, expert[i], experts, act))
+        back = jnp.take(out, place[i], axis=0, mode="clip") * own[i][:, None]
+        return y + jnp.where(inside[i][:, None] > 0.0, back, 0.0)
+
+    total = ends[-1].astype(jnp.int32)
+    return jax.lax.fori_loop(jnp.int32(0), total, add, jnp.zeros_like(x))
+
+
+def _block(pairs: int, experts: int) -> int:
+    """Tokens of a block: the power of two above an expert's mean share, from 8 to 64."""
+    return min(64, max(8, 1 << (-(-pairs // experts) - 1).bit_length()))
+
+
+def _table(index: Array, weight: Array, E: int) -> tuple[Array, Array]:
+    """f32[N, E] twice: 1 where a token chose an expert, and the weight it gave it; 0 elsewhere."""
+    chosen = index[..., None] == nn.iota(E)
+    hit = jnp.sum(chosen.astype(jnp.float32), axis=1)
+    return hit, jnp.sum(jnp.where(chosen, weight[..., None], 0.0), axis=1)
 
 
 def _dense(x: Array, index: Array, weight: Array, experts: Experts, act: Activation) -> Array:
     """Every expert on every token of x [N, D]; index -1 is no expert."""
     E = experts.up.shape[0]
-    chosen = index[..., None] == jnp.arange(E, dtype=jnp.int32)
-    hit = jnp.sum(chosen.astype(jnp.float32), axis=1)
-    by = jnp.sum(jnp.where(chosen, weight[..., None], 0.0), axis=1)
+    hit, by = _table(index, weight, E)
 
     def add(e: Array, y: Array) -> Array:
         own = _expert(x, e, experts, act) * jax.lax.dynamic_slice_in_dim(by, e, 1, axis=1)
