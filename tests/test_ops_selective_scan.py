@@ -21,7 +21,7 @@ from emit.ops import selective_scan
 TOLERANCE = 2e-6
 LENGTHS = (1, 2, 63, 65, 200)
 HUGE = 1e15  # what padding may hold: finite, and so are its products
-I, N = 11, 7  # different: a swapped axis cannot pass
+WIDTH, N = 11, 7  # different: a swapped axis cannot pass
 CHUNK = 16
 
 Arrays = dict[str, Any]
@@ -41,16 +41,16 @@ def inputs(steps: int, rows: int, spike: float = 0.5, seed: int = 0) -> Arrays:
     def f32(*shape: int) -> Any:
         return rng.standard_normal(shape).astype(np.float32)
 
-    dt = rng.uniform(0.0, np.where(rng.random((rows, steps, I)) < 0.2, spike, 0.05))
-    dt[rng.random((rows, steps, I)) < 0.05] = 0.0
+    dt = rng.uniform(0.0, np.where(rng.random((rows, steps, WIDTH)) < 0.2, spike, 0.05))
+    dt[rng.random((rows, steps, WIDTH)) < 0.05] = 0.0
     return {
-        "x": f32(rows, steps, I),
+        "x": f32(rows, steps, WIDTH),
         "dt": dt.astype(np.float32),
-        "A": -rng.uniform(1.0, 16.0, (I, N)).astype(np.float32),
+        "A": -rng.uniform(1.0, 16.0, (WIDTH, N)).astype(np.float32),
         "Bm": f32(rows, steps, N),
         "Cm": f32(rows, steps, N),
-        "D": f32(I),
-        "state": f32(rows, I, N),
+        "D": f32(WIDTH),
+        "state": f32(rows, WIDTH, N),
     }
 
 
@@ -116,7 +116,7 @@ def test_forgets_and_remembers_in_one_chunk(spike: float) -> None:
     for b in range(2):
         want_y, want_state = oracle_row(a, b, 100)
         assert relative(y[b], want_y) < TOLERANCE
-        for channel in range(I):
+        for channel in range(WIDTH):
             assert relative(state[b, channel], want_state[channel]) < 4 * TOLERANCE
 
 

@@ -55,7 +55,7 @@ def scan(
     for each of the T I N elements, and writes them out. One after another each is computed once,
     from numbers ≤ 0.
     """
-    B, T, _ = x.shape
+    T = x.shape[1]
     Q = min(chunk, T)
     pad = -T % Q
     skip = D * x

@@ -1,0 +1,141 @@
+"""Falcon Mamba (Zuo et al., arXiv:2410.05355), Hugging Face `falcon_mamba`.
+
+    x, z = in_proj(rms(u))
+    dt, B, C = rms of each part of x_proj(act(conv(x))), without weights
+    u += out_proj(selective_scan(act(conv(x)), softplus(dt_proj(dt)), B, C) * silu(z))
+
+Refused: an activation that is not in `nn.ACTIVATIONS`, and any unknown key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from jax import Array
+
+from emit import config as config_reader
+from emit.blocks.block import Rows, placed, renamed, under
+from emit.blocks.mamba1 import Mamba1
+from emit.errors import EmitError
+from emit.ops import nn
+from emit.state import StateSpec
+from emit.weights import WeightMap, matrix, vector, with_head
+
+# Keys that do not change the graph: initialisation (time_step_*, rescale_prenorm_residual), which
+# scan the reference runs (use_mambapy and its older name, use_associative_scan) and
+# residual_in_fp32 (the residual stream here is always float32).
+IGNORED = frozenset(
+    """time_step_min time_step_max time_step_floor time_step_scale time_step_init_scheme
+    rescale_prenorm_residual use_mambapy use_falcon_mambapy use_associative_scan
+    residual_in_fp32""".split()
+)
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the graph depends on; names and defaults are those of the Hugging Face config."""
+
+    vocab_size: int = 50280
+    hidden_size: int = 768
+    state_size: int = 16
+    num_hidden_layers: int = 32
+    layer_norm_epsilon: float = 1e-5
+    expand: float = 2.0  # where intermediate_size is given, what that makes it
+    intermediate_size: int = 0  # 0 where a config lacks it; expand × hidden_size once read
+    conv_kernel: int = 4
+    use_bias: bool = False
+    use_conv_bias: bool = True
+    hidden_act: str = "silu"
+    time_step_rank: int = 0  # 0 where a config lacks it or says "auto"; hidden_size / 16 once read
+    tie_word_embeddings: bool = True
+    mixer_rms_eps: float = 1e-6
+
+    @classmethod
+    def read(cls, raw: Mapping[str, object]) -> Config:
+        """Read either dialect of config.json; EmitError lists every key that does not fit."""
+        layers = raw.get("num_hidden_layers", cls.num_hidden_layers)
+        kinds = ["linear_attention"] * (layers if isinstance(layers, int) and layers < 1000 else 0)
+        only = {"layer_types": kinds}
+        given = dict(raw)
+        if given.get("time_step_rank") == "auto":
+            del given["time_step_rank"]
+        cfg = config_reader.read(cls, given, ignored=IGNORED, only=only)
+        acts, wrong = sorted(nn.ACTIVATIONS), []
+        # A given size overrides `expand`: the published falcon-mamba-7b has 16 where 2 is meant.
+        inner = cfg.intermediate_size or int(cfg.expand * cfg.hidden_size)
+        if inner < 1:
+            wrong.append(f"expand = {cfg.expand:g}, expected a size above 0")
+        if cfg.hidden_act not in acts:
+            wrong.append(f"hidden_act = {cfg.hidden_act!r}, expected one of {acts}")
+        if cfg.conv_kernel < 2:
+            wrong.append(f"conv_kernel = {cfg.conv_kernel}, expected 2 or more")
+        for key in ("layer_norm_epsilon", "mixer_rms_eps"):
+            if not 0 < getattr(cfg, key) < float("inf"):
+                wrong.append(f"{key} = {getattr(cfg, key):g} must be above 0")
+        if wrong:
+            raise EmitError("config.json of falcon_mamba: " + "; ".join(wrong))
+        rank = cfg.time_step_rank or -(-cfg.hidden_size // 16)
+        expand = inner / cfg.hidden_size
+        return replace(cfg, expand=expand, intermediate_size=inner, time_step_rank=rank)
+
+    @property
+    def mixer(self) -> Mamba1:
+        """The mixer of every layer."""
+        return Mamba1(
+            self.hidden_size,
+            self.intermediate_size,
+            self.state_size,
+            self.time_step_rank,
+            self.conv_kernel,
+            self.hidden_act,
+            self.mixer_rms_eps,
+            self.use_bias,
+            self.use_conv_bias,
+            norms="plain",
+        )
+
+
+def weights(cfg: Config) -> WeightMap:
+    """Canonical names are the checkpoint's without `backbone.`."""
+    table = (cfg.vocab_size, cfg.hidden_size)
+    rows = [matrix("embeddings.weight", table, "backbone.embeddings.weight")]
+    for i in range(cfg.num_hidden_layers):
+        base = f"layers.{i}."
+        rows.append(vector(base + "norm.weight", cfg.hidden_size, "backbone.", offset=1.0))
+        rows += cfg.mixer.params(base + "mixer.", f"backbone.{base}mixer.")
+    rows.append(vector("norm_f.weight", cfg.hidden_size, "backbone.", offset=1.0))
+    return with_head(rows, table, "embeddings.weight", cfg.tie_word_embeddings)
+
+
+def state(cfg: Config, context: int | None) -> list[StateSpec]:
+    """Per layer the mixer's convolution tail and its channels' states."""
+    each = cfg.mixer.state(context)
+    return [s for i in range(cfg.num_hidden_layers) for s in placed(f"layers.{i}.", each)]
+
+
+def forward(
+    cfg: Config,
+    params: Mapping[str, Array],
+    tokens: Array,
+    lengths: Array,
+    positions: Array,
+    state: Mapping[str, Array],
+) -> tuple[Array, dict[str, Array]]:
+    """Logits f32[B, V] of each row's last valid token, and the new state.
+
+    tokens i32[B, T], the first lengths[b] (i32[B]) of a row valid; positions i32[B] is the position
+    of each row's first token, which a model without positions does not read.
+    """
+    rows, new = Rows(lengths, positions), {}
+    x = nn.embed(tokens, params["embeddings.weight"])
+    for i in range(cfg.num_hidden_layers):
+        at = f"layers.{i}."
+        p = under(at, params)
+        normed = nn.rms_norm(x, p["norm.weight"], cfg.layer_norm_epsilon)
+        y, after = cfg.mixer(under("mixer.", p), normed, rows, under(at, state))
+        new |= renamed(at, after)
+        x = x + y
+    x = nn.rms_norm(nn.last_valid(x, lengths), params["norm_f.weight"], cfg.layer_norm_epsilon)
+    head = params["embeddings.weight" if cfg.tie_word_embeddings else "lm_head.weight"]
+    return nn.linear(x, head)[:, 0], new

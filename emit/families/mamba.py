@@ -1,0 +1,143 @@
+"""Mamba (Gu and Dao, "Mamba", arXiv:2312.00752), Hugging Face `mamba`.
+
+    x, z = in_proj(rms(u))
+    dt, B, C = x_proj(act(conv(x)))
+    u += out_proj(selective_scan(act(conv(x)), softplus(dt_proj(dt)), B, C) * silu(z))
+
+Refused: an activation that is not in `nn.ACTIVATIONS`, LayerNorm in place of RMS norms
+(`rms_norm` false), a non-empty `ssm_cfg`, and any unknown key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from jax import Array
+
+from emit import config as config_reader
+from emit.blocks.block import Rows, placed, renamed, under
+from emit.blocks.mamba1 import Mamba1
+from emit.errors import EmitError
+from emit.ops import nn
+from emit.state import StateSpec
+from emit.weights import WeightMap, matrix, vector, with_head
+
+# Keys that do not change the graph: initialisation (time_step_*, rescale_prenorm_residual), which
+# kernels or scan the reference runs (use_mambapy, use_associative_scan, fused_add_norm),
+# residual_in_fp32 (the residual stream here is always float32) and pad_vocab_size_multiple
+# (vocab_size is padded already).
+IGNORED = frozenset(
+    """time_step_min time_step_max time_step_floor time_step_scale time_step_init_scheme
+    rescale_prenorm_residual use_mambapy use_associative_scan fused_add_norm residual_in_fp32
+    pad_vocab_size_multiple""".split()
+)
+# What files converted from the authors' own say a second time.
+ALIASES = {"d_model": "hidden_size", "n_layer": "num_hidden_layers", "d_inner": "intermediate_size"}
+
+
+@dataclass(frozen=True)
+class Config:
+    """What the graph depends on; names and defaults are those of the Hugging Face config."""
+
+    vocab_size: int = 50280
+    hidden_size: int = 768
+    state_size: int = 16
+    num_hidden_layers: int = 32
+    layer_norm_epsilon: float = 1e-5
+    expand: float = 2.0  # where intermediate_size is given, what that makes it
+    intermediate_size: int = 0  # 0 where a config lacks it; expand × hidden_size once read
+    conv_kernel: int = 4
+    use_bias: bool = False
+    use_conv_bias: bool = True
+    hidden_act: str = "silu"
+    time_step_rank: int = 0  # 0 where a config lacks it or says "auto"; hidden_size / 16 once read
+    tie_word_embeddings: bool = True
+
+    @classmethod
+    def read(cls, raw: Mapping[str, object]) -> Config:
+        """Read either dialect of config.json; EmitError lists every key that does not fit."""
+        layers = raw.get("num_hidden_layers", cls.num_hidden_layers)
+        kinds = ["linear_attention"] * (layers if isinstance(layers, int) and layers < 1000 else 0)
+        only = {"rms_norm": True, "ssm_cfg": {}, "layer_types": kinds}
+        given = dict(raw)
+        if given.get("time_step_rank") == "auto":
+            del given["time_step_rank"]
+        cfg = config_reader.read(cls, given, ignored=IGNORED, only=only, aliases=ALIASES)
+        acts, wrong = sorted(nn.ACTIVATIONS), []
+        # A given size overrides `expand`, which then says nothing.
+        inner = cfg.intermediate_size or int(cfg.expand * cfg.hidden_size)
+        if inner < 1:
+            wrong.append(f"expand = {cfg.expand:g}, expected a size above 0")
+        if cfg.hidden_act not in acts:
+            wrong.append(f"hidden_act = {cfg.hidden_act!r}, expected one of {acts}")
+        if cfg.conv_kernel < 2:
+            wrong.append(f"conv_kernel = {cfg.conv_kernel}, expected 2 or more")
+        if not 0 < cfg.layer_norm_epsilon < float("inf"):
+            wrong.append(f"layer_norm_epsilon = {cfg.layer_norm_epsilon:g} must be above 0")
+        if wrong:
+            raise EmitError("config.json of mamba: " + "; ".join(wrong))
+        rank = cfg.time_step_rank or -(-cfg.hidden_size // 16)
+        expand = inner / cfg.hidden_size
+        return replace(cfg, expand=expand, intermediate_size=inner, time_step_rank=rank)
+
+    @property
+    def mixer(self) -> Mamba1:
+        """The mixer of every layer."""
+        return Mamba1(
+            self.hidden_size,
+            self.intermediate_size,
+            self.state_size,
+            self.time_step_rank,
+            self.conv_kernel,
+            self.hidden_act,
+            bias=self.use_bias,
+            conv_bias=self.use_conv_bias,
+        )
+
+
+def weights(cfg: Config) -> WeightMap:
+    """Canonical names are the checkpoint's without `backbone.`."""
+    table = (cfg.vocab_size, cfg.hidden_size)
+    # The first published checkpoints say `embedding`.
+    names = ("backbone.embeddings.weight", "backbone.embedding.weight")
+    rows = [matrix("embeddings.weight", table, *names)]
+    for i in range(cfg.num_hidden_layers):
+        base = f"layers.{i}."
+        rows.append(vector(base + "norm.weight", cfg.hidden_size, "backbone.", offset=1.0))
+        rows += cfg.mixer.params(base + "mixer.", f"backbone.{base}mixer.")
+    rows.append(vector("norm_f.weight", cfg.hidden_size, "backbone.", offset=1.0))
+    return with_head(rows, table, "embeddings.weight", cfg.tie_word_embeddings)
+
+
+def state(cfg: Config, context: int | None) -> list[StateSpec]:
+    """Per layer the mixer's convolution tail and its channels' states."""
+    each = cfg.mixer.state(context)
+    return [s for i in range(cfg.num_hidden_layers) for s in placed(f"layers.{i}.", each)]
+
+
+def forward(
+    cfg: Config,
+    params: Mapping[str, Array],
+    tokens: Array,
+    lengths: Array,
+    positions: Array,
+    state: Mapping[str, Array],
+) -> tuple[Array, dict[str, Array]]:
+    """Logits f32[B, V] of each row's last valid token, and the new state.
+
+    tokens i32[B, T], the first lengths[b] (i32[B]) of a row valid; positions i32[B] is the position
+    of each row's first token, which a model without positions does not read.
+    """
+    rows, new = Rows(lengths, positions), {}
+    x = nn.embed(tokens, params["embeddings.weight"])
+    for i in range(cfg.num_hidden_layers):
+        at = f"layers.{i}."
+        p = under(at, params)
+        normed = nn.rms_norm(x, p["norm.weight"], cfg.layer_norm_epsilon)
+        y, after = cfg.mixer(under("mixer.", p), normed, rows, under(at, state))
+        new |= renamed(at, after)
+        x = x + y
+    x = nn.rms_norm(nn.last_valid(x, lengths), params["norm_f.weight"], cfg.layer_norm_epsilon)
+    head = params["embeddings.weight" if cfg.tie_word_embeddings else "lm_head.weight"]
+    return nn.linear(x, head)[:, 0], new
