@@ -148,3 +148,97 @@ def test_scan_is_the_oracle(steps: int, activation: str, gated: bool) -> None:
     x, index, weight = chosen(2, steps, 11, 3, seed=steps)
     got = run(moe.scan, x, index, weight, experts, activation)
     assert relative(got, oracle(x, index, weight, experts, activation)) < TOLERANCE
+
+
+@pytest.mark.parametrize("experts", ["one", "half", "few"])
+@pytest.mark.parametrize("steps", [3, 70])
+def test_all_tokens_may_choose_the_same_experts(experts: str, steps: int) -> None:
+    """Blocks of one expert only; most experts have no token."""
+    E, K = 11, {"one": 1, "half": 5, "few": 2}[experts]
+    x, index, weight = chosen(1, steps, E, K)
+    index[...] = np.arange(E - K, E)
+    stack = stacks(E, True)
+    got = run(moe.scan, x, index, weight, stack, "silu")
+    assert relative(got, oracle(x, index, weight, stack, "silu")) < TOLERANCE
+
+
+@pytest.mark.parametrize(("E", "K"), [(11, 1), (11, 5), (4, 4), (150, 6)])
+def test_every_form_is_every_other(E: int, K: int) -> None:
+    """Grouped, dense, one pair at a time and all pairs unrolled, on the same tokens."""
+    tokens, act = 37, nn.ACTIVATIONS["silu"]
+    x, index, weight = chosen(1, tokens, E, K)
+    stack = stacks(E, True)
+    want = oracle(x, index, weight, stack, "silu")[0]
+    for form in (moe._grouped, moe._dense, moe._looped):
+        got = jax.jit(lambda *a, form=form: form(*a, stack, act))(x[0], index[0], weight[0])
+        assert relative(got, want) < TOLERANCE, form.__name__
+    stepped = [
+        run(moe.step, x[:, t : t + 1], index[:, t : t + 1], weight[:, t : t + 1], stack, "silu")
+        for t in range(5)
+    ]
+    assert relative(np.concatenate(stepped, axis=1)[0], want[:5]) < TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("steps", [1, 40])
+def test_narrow_weights_are_widened_exactly(dtype: str, steps: int) -> None:
+    stack = stacks(11, True, dtype)
+    x, index, weight = chosen(2, steps, 11, 3)
+    form = moe.step if steps == 1 else moe.scan
+    got = run(form, x, index, weight, stack, "silu")
+    assert got.dtype == np.float32
+    assert relative(got, oracle(x, index, weight, stack, "silu")) < TOLERANCE
+
+
+@pytest.mark.parametrize("rows", [4, 16])
+def test_a_row_of_a_step_is_its_own_whatever_the_others_are(rows: int) -> None:
+    """To the bit: unrolled (12 pairs) and in a loop (48)."""
+    E, stack, kept = 150, stacks(150, True), 2
+    x, index, weight = chosen(rows, 1, E, 3)
+    got = run(moe.step, x, index, weight, stack, "silu")
+    others = np.arange(rows) != kept
+    for array, other in zip((x, index, weight), chosen(rows, 1, E, 3, seed=1), strict=True):
+        array[others] = other[others]
+    changed = run(moe.step, x, index, weight, stack, "silu")
+    assert got[kept].tobytes() == changed[kept].tobytes()
+    assert got[others].tobytes() != changed[others].tobytes()
+    if rows * 3 <= moe.UNROLLED:
+        one = slice(kept, kept + 1)
+        alone = run(moe.step, x[one], index[one], weight[one], stack, "silu")
+        assert got[one].tobytes() == alone.tobytes()
+
+
+# --- padding ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("E", "K"), [(11, 3), (4, 3)], ids=["grouped", "dense"])
+@pytest.mark.parametrize("steps", [1, 9, 66])
+def test_padding_changes_no_bit_and_gives_zeros(steps: int, E: int, K: int) -> None:
+    """Whatever padded tokens hold: numbers, NaN, an index outside, an infinite weight."""
+    stack, act = stacks(E, True), nn.ACTIVATIONS["silu"]
+    form = jax.jit(lambda *a: (moe.step if steps == 1 else moe.scan)(*a, stack, act))
+    x, index, weight = chosen(3, steps, E, K)
+    valid = np.arange(steps)[None, :] < np.array([steps, steps // 2, 0])[:, None]
+    outcomes = []
+    for padding, number in ((0.0, 0), (HUGE, E - 1), (np.nan, -7), (np.inf, 2**31 - 1)):
+        for array, value in ((x, padding), (weight, padding), (index, number)):
+            array[~valid] = value
+        y = np.asarray(form(x, valid, index, weight))
+        assert (y[~valid] == 0.0).all()
+        outcomes.append(y.tobytes())
+    assert all(outcome == outcomes[0] for outcome in outcomes)
+    want = oracle(x[:1], index[:1], weight[:1], stack, "silu")
+    assert relative(y[:1], want) < TOLERANCE
+
+
+def test_a_token_that_overflows_touches_no_other() -> None:
+    """Infinite hidden values of one token meet the zero weights of the others' and stay there."""
+    for E, K in ((11, 3), (4, 3)):
+        stack = stacks(E, False)
+        x, index, weight = chosen(1, 20, E, K)
+        clean = run(moe.scan, x, index, weight, stack, "relu2")
+        x[0, 7] = 1e30
+        got = run(moe.scan, x, index, weight, stack, "relu2")
+        others = np.arange(20) != 7
+        assert not np.isfinite(got[0, 7]).all()
+        assert got[0, others].tobytes() == clean[0, others].tobytes()
