@@ -32,6 +32,7 @@ from jax import Array
 from emit.ops import nn
 
 MASKED = -1e30  # its exp is 0; an infinity would make NaN where a row has no key at all
+SCORES = 2**24  # numbers that one product of a row's queries with its keys may have
 
 
 def step(
@@ -87,18 +88,39 @@ def scan(
         keys = _write(keys, k, positions, lengths)
         values = _write(values, v, positions, lengths)
         seen = c <= first + t[None, :, None]
-        return _attend(q, [(keys, values, seen)], scale, softcap), keys, values
+        return _attend_by_blocks(q, [(keys, values, seen)], scale, softcap), keys, values
     held = _held(c, first - 1, C)
     old = (held >= 0) & (first + t[None, :, None] - held < window)
     own = (t[:, None] >= t[None, :]) & (t[:, None] - t[None, :] < window)
     parts = [(keys, values, old), (k.swapaxes(1, 2), v.swapaxes(1, 2), own[None])]
-    y = _attend(q, parts, scale, softcap)
+    y = _attend_by_blocks(q, parts, scale, softcap)
     return y, _write_ring(keys, k, positions, lengths), _write_ring(values, v, positions, lengths)
 
 
 def _held(c: Array, last: Array, C: int) -> Array:
     """The position that place c of a ring holds after position `last` >= -1; below 0 if none."""
     return last - jax.lax.rem(last - c + C, C)
+
+
+def _attend_by_blocks(
+    q: Array, parts: list[tuple[Array, Array, Array]], scale: float, softcap: float | None
+) -> Array:
+    """`_attend` in halves, quarters… of the tokens, so that scores stay within `SCORES` numbers.
+
+    The compiler runs the blocks one after another and gives each the memory of the last. (Blocks of
+    keys would need a running maximum; blocks of tokens change no sum.)
+    """
+    T, size = q.shape[1], q.shape[1]
+    keys = sum(part[0].shape[2] for part in parts)
+    while size > 1 and q.shape[2] * size * keys > SCORES:
+        size = -(-size // 2)
+    if size == T:
+        return _attend(q, parts, scale, softcap)
+    blocks = []
+    for a in range(0, T, size):
+        now = [(k, v, seen[:, a : a + size]) for k, v, seen in parts]
+        blocks.append(_attend(q[:, a : a + size], now, scale, softcap))
+    return jnp.concatenate(blocks, axis=1)
 
 
 def _attend(
@@ -111,7 +133,7 @@ def _attend(
     rows = rows.reshape(B, G, H // G * T, D)
     scores = []
     for keys, _, seen in parts:
-        s = _matmul_transposed(rows, keys).reshape(B, G, H // G, T, keys.shape[2])
+        s = _product(rows, keys, 3).reshape(B, G, H // G, T, keys.shape[2])
         if softcap is not None:
             s = softcap * jnp.tanh(s / softcap)
         scores.append(jnp.where(seen[:, None, None], s, MASKED))
@@ -122,25 +144,27 @@ def _attend(
     for s, (_, values, _) in zip(scores, parts, strict=True):
         weights = jnp.exp(s - largest)
         total = total + weights.sum(-1, keepdims=True)
-        y = y + nn.matmul(weights.reshape(B, G, H // G * T, values.shape[2]), values)
+        y = y + _product(weights.reshape(B, G, H // G * T, values.shape[2]), values, 2)
     y = y.reshape(B, G, H // G, T, D) / total
     return y.transpose(0, 3, 1, 2, 4).reshape(B, T, H, D)
 
 
-def _matmul_transposed(a: Array, b: Array) -> Array:
-    """`a bᵀ` over the last two axes in the canonical form of `nn.matmul`, b read as it lies."""
-    batch = a.shape[:-2]
-    a3, b3 = jax.lax.optimization_barrier(
-        (a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]))
-    )
+def _product(a: Array, b: Array, contracted: int) -> Array:
+    """Batched product of a [B, G, M, K] with keys or values `b` as they lie, over its axis
+    `contracted`: one kernel, as by `nn.matmul`.
+
+    Nothing stands between b and the region it is a part of: behind a barrier the compiler would
+    lose sight of memory that is updated in place.
+    """
+    batch = a.shape[:2]
     out = jax.lax.dot_general(
-        a3,
-        b3,
-        (((2,), (2,)), ((0,), (0,))),
+        a.reshape(-1, *a.shape[2:]),
+        b.reshape(-1, *b.shape[2:]),
+        (((2,), (contracted - 1,)), ((0,), (0,))),
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    return jax.lax.optimization_barrier(out).reshape(*batch, a.shape[-2], b.shape[-2])
+    return out.reshape(*batch, *out.shape[1:])
 
 
 def _write(region: Array, tokens: Array, at: Array, lengths: Array) -> Array:

@@ -25,7 +25,10 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
+
+from emit.ops import nn
 
 from emit.ops import nn
 
@@ -150,7 +153,7 @@ def _looped(x: Array, index: Array, weight: Array, experts: Experts, act: Activa
         sofar = sofar + weight[i] * _expert(row, index[i], experts, act)
         return jax.lax.dynamic_update_slice_in_dim(y, sofar, b, 0)
 
-    return jax.lax.fori_loop(0, B * K, pair, jnp.zeros_like(x))
+    return jax.lax.fori_loop(0, B * K, pair, _nothing(x))
 
 
 def scan(
@@ -212,7 +215,7 @@ def _grouped(x: Array, index: Array, weight: Array, experts: Experts, act: Activ
         return y + jnp.where(inside[i][:, None] > 0.0, back, 0.0)
 
     total = ends[-1].astype(jnp.int32)
-    return jax.lax.fori_loop(jnp.int32(0), total, add, jnp.zeros_like(x))
+    return jax.lax.fori_loop(jnp.int32(0), total, add, _nothing(x))
 
 
 def _block(pairs: int, experts: int) -> int:
@@ -236,7 +239,16 @@ def _dense(x: Array, index: Array, weight: Array, experts: Experts, act: Activat
         own = _expert(x, e, experts, act) * jax.lax.dynamic_slice_in_dim(by, e, 1, axis=1)
         return y + jnp.where(jax.lax.dynamic_slice_in_dim(hit, e, 1, axis=1) > 0, own, 0.0)
 
-    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(E), add, jnp.zeros_like(x))
+    return jax.lax.fori_loop(jnp.int32(0), jnp.int32(E), add, _nothing(x))
+
+
+def _nothing(x: Array) -> Array:
+    """Zeros like x for a loop to begin with, made of x.
+
+    Constant ones would share a buffer with the loop's counter, and the compiled loop has been seen
+    to lose a buffer that it is given twice.
+    """
+    return jax.lax.optimization_barrier(x - x)
 
 
 def _masked(x: Array, valid: Array, index: Array, weight: Array) -> tuple[Array, Array, Array]:
