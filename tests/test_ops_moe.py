@@ -216,7 +216,8 @@ def test_a_row_of_a_step_is_its_own_whatever_the_others_are(rows: int) -> None:
 def test_padding_changes_no_bit_and_gives_zeros(steps: int, E: int, K: int) -> None:
     """Whatever padded tokens hold: numbers, NaN, an index outside, an infinite weight."""
     stack, act = stacks(E, True), nn.ACTIVATIONS["silu"]
-    form = jax.jit(lambda *a: (moe.step if steps == 1 else moe.scan)(*a, stack, act))
+    run_form: Any = moe.step if steps == 1 else moe.scan
+    form = jax.jit(lambda *a: run_form(*a, stack, act))
     x, index, weight = chosen(3, steps, E, K)
     valid = np.arange(steps)[None, :] < np.array([steps, steps // 2, 0])[:, None]
     outcomes = []

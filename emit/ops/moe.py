@@ -25,10 +25,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
-
-from emit.ops import nn
 
 from emit.ops import nn
 
