@@ -99,7 +99,7 @@ def _manifest(stages: Stages, compiled: Compiled, files: dict[str, Blob]) -> Man
             "name": job.shape.name,
             "slots": job.shape.slots,
             "chunks": list(job.shape.chunks),
-            "context": job.shape.context,
+            "context": interface["context"],
         },
         "files": {
             "module": ref("model.vmfb"),

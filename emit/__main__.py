@@ -82,8 +82,8 @@ def _graphs(args: argparse.Namespace) -> None:
     shape = Shape.parse(args.shape)
     with _named(args.origin):
         model = Model.of(read_config_file(args.config), shape.context)
-        _ = model.state
-    if shape.context is not None and all(spec.kind == "fixed" for spec in model.state):
+        keeps_kv = model.keeps_kv
+    if shape.context is not None and not keeps_kv:
         raise EmitError(
             f"shape {shape.name}: {model.name} keeps no KV cache, so there is no context to bound; "
             f"leave out -c{shape.context}"

@@ -20,6 +20,9 @@ from emit.state import DTYPES, WORDS, StateSpec
 from emit.weights import WeightMap, describe
 
 
+DEFAULT_CONTEXT = 4096  # tokens
+
+
 class Family(Protocol):
     """What a module under `emit/families/` provides."""
 
@@ -51,14 +54,29 @@ class Model:
 
     @classmethod
     def of(cls, raw: Mapping[str, Any], context: int | None = None) -> Model:
-        """Find the family named by `model_type` and read `raw` (a parsed config.json)."""
+        """Find the family named by `model_type` and read `raw` (a parsed config.json).
+
+        A model with a KV cache and no `context` gets DEFAULT_CONTEXT tokens, or as many as it was
+        trained on where those are fewer.
+        """
         name = raw.get("model_type")
         if not isinstance(name, str) or not name.isidentifier():
             raise EmitError(f"config.json: model_type = {name!r}, expected a family name")
         if importlib.util.find_spec(f"emit.families.{name}") is None:
             raise EmitError(f"config.json: model_type = {name!r} is not a supported family")
         family: Any = importlib.import_module(f"emit.families.{name}")
-        return cls(name, family, family.Config.read(raw), raw, context)
+        cfg = family.Config.read(raw)
+        if context is None:
+            trained = raw.get("max_position_embeddings")
+            bound = trained if isinstance(trained, int) and trained > 0 else DEFAULT_CONTEXT
+            guess = cls(name, family, cfg, raw, min(bound, DEFAULT_CONTEXT))
+            return guess if guess.keeps_kv else cls(name, family, cfg, raw)
+        return cls(name, family, cfg, raw, context)
+
+    @property
+    def keeps_kv(self) -> bool:
+        """Whether any state grows with the text."""
+        return any(spec.kind == "per_position" for spec in self.state)
 
 
 @dataclass(frozen=True)
@@ -213,7 +231,7 @@ def interface(model: Model, shape: Shape, weights: str, eos: tuple[int, ...]) ->
         "family": model.name,
         "num_layers": model.cfg.num_hidden_layers,
         "vocab_size": model.cfg.vocab_size,
-        "context": shape.context,
+        "context": model.context,
         "eos_token_ids": list(eos or config.token_ids(model.raw.get("eos_token_id"))),
         "bos_token_id": bos if isinstance(bos, int) else None,
         "functions": {

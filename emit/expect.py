@@ -46,10 +46,11 @@ def expected(
         np.savez(out / f"{entry.name}.npz", allow_pickle=False, **named)
 
 
-def prompts(vocab_size: int, seed: int) -> list[list[int]]:
-    """Seeded random prompts of `PROMPT_LENGTHS` tokens."""
+def prompts(vocab_size: int, seed: int, room: float = math.inf) -> list[list[int]]:
+    """Seeded random prompts of `PROMPT_LENGTHS` tokens, or as many as there is `room` for."""
     rng = np.random.default_rng(seed)
-    return [rng.integers(0, vocab_size, n).tolist() for n in PROMPT_LENGTHS]
+    lengths = [int(max(1, min(n, room))) for n in PROMPT_LENGTHS]
+    return [rng.integers(0, vocab_size, n).tolist() for n in lengths]
 
 
 def generate(
@@ -105,7 +106,9 @@ def reference(
     model: Model, params: Mapping[str, Any], seed: int, new_tokens: int
 ) -> dict[str, Any]:
     """The `oracle` and `prompts` parts of reference.json; no prompts for 0 new tokens."""
-    texts = prompts(model.cfg.vocab_size, seed) if new_tokens else []
+    room = math.inf if model.context is None else model.context
+    new_tokens = int(min(new_tokens, room))
+    texts = prompts(model.cfg.vocab_size, seed, room + 1 - new_tokens) if new_tokens else []
     rows = generate(model, params, texts, new_tokens) if texts else []
     return {"oracle": {"name": "jax", "version": jax.__version__}, "prompts": rows}
 

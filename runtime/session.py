@@ -90,7 +90,7 @@ class Prefill:
         put = self._device.to_device
         arguments = [put(tokens), put(_i32(count)), put(_i32(self.position))]
         state = self.take()
-        spare = self._spare or _storage(self._device, self._manifest, 1)
+        spare = self._spare or storage(self._device, self._manifest, 1)
         self.logits, self.argmax, *self.state = self._device.call(
             prefill_name(size), [*arguments, *state, *spare]
         )
@@ -117,7 +117,7 @@ class Session:
         self.manifest = manifest
         self.slots = manifest.shape.slots
         self._state: list[Buffer] | None = zero_state(device, manifest, self.slots)
-        self._spare = _storage(device, manifest, self.slots)
+        self._spare = storage(device, manifest, self.slots)
         self._zeros: list[Buffer] | None = None
         self._private: Prefill | None = None
 
@@ -223,7 +223,7 @@ def _fixed(manifest: Manifest, state: Sequence[Buffer]) -> list[Buffer]:
     return [b for spec, b in zip(manifest.state, state, strict=True) if spec.kind == "fixed"]
 
 
-def _storage(device: Device, manifest: Manifest, slots: int) -> list[Buffer]:
+def storage(device: Device, manifest: Manifest, slots: int) -> list[Buffer]:
     """Buffers for the next state of `slots` slots, where it is not updated in place."""
     kept = [spec for spec in manifest.state if spec.kind == "fixed"]
     return [device.zeros(spec.dtype, spec.batched(slots)) for spec in kept]

@@ -17,10 +17,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import cases
 import numpy as np
+import pytest
 import references
 from references import Reference
 
+from emit.checkpoint import read_config_file
+from emit.entry import Model
 from runtime import manifest as manifests
 from runtime.company import poisoned
 from runtime.manifest import Manifest
@@ -28,6 +32,12 @@ from runtime.module import Device, open_bundle
 from runtime.session import Session
 
 ROOT = Path(__file__).resolve().parent.parent
+# The handed checkpoint of each family; those of two run in a default run.
+DEFAULT = ("mamba2", "nemotron_h")
+HANDED = [
+    pytest.param(f"{f}/handed", marks=() if f in DEFAULT else pytest.mark.slow, id=f)
+    for f in cases.FAMILIES
+]
 NEAR_TIE = 0.01  # a difference of two logits that decides nothing
 FIRST_LOGITS = 1e-4
 
@@ -74,11 +84,23 @@ def built(done: subprocess.CompletedProcess[str], cwd: Path) -> Path:
     return cwd / line.removeprefix("bundle: ")
 
 
+CONTEXT = 160  # of a shape for a model with a KV cache
+
+
 @functools.cache
-def build(name: str, target: str = "cpu", shape: str = "b1-p8", *words: str) -> Path:
-    """The bundle of the checkpoint `name`, by `doit build`."""
-    words = (f"model={checkpoint(name)}", f"target={target}", f"shape={shape}", *words)
-    cwd = home() / "tree" / "-".join(word for word in words[3:] if "/" not in word)
+def shape(name: str, base: str) -> str:
+    """The shape `base`, with a context where the checkpoint `name` is of a model that needs one."""
+    model = Model.of(read_config_file(checkpoint(name) / "config.json"))
+    return f"{base}-c{CONTEXT}" if model.keeps_kv else base
+
+
+@functools.cache
+def build(name: str, target: str = "cpu", base: str = "b1-p8", *words: str) -> Path:
+    """The bundle of the checkpoint `name` for the shape `base` (see `shape`), by `doit build`."""
+    words = (f"model={checkpoint(name)}", f"target={target}", f"shape={shape(name, base)}", *words)
+    family, case = name.split("/")
+    extra = "-".join(word for word in words[3:] if "/" not in word)
+    cwd = home() / "tree" / family / case / extra  # all handed ones are called `checkpoint`
     return built(doit(["build", *words], cwd, home() / "cache"), cwd)
 
 

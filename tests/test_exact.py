@@ -1,4 +1,4 @@
-"""Compiled bundles generate what transformers generates, however their work is scheduled.
+"""Compiled bundles generate what the references generate, however their work is scheduled.
 
 Measured on x86-64 with AVX-512: first logits within 8e-7 of transformers, any split within 5e-7
 (a lost token: 1.6e-2), prefill and decodes within 6e-7, a row of a batch equal to the bit to the
@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import bundles
+import cases
 import numpy as np
 import pytest
 import references
@@ -29,7 +30,7 @@ from bundles import (
     worst,
 )
 
-from runtime.session import Prefill, zero_state
+from runtime.session import Prefill, storage, zero_state
 
 pytestmark = pytest.mark.iree
 
@@ -37,25 +38,26 @@ SPLIT = 1e-5
 DECODED = 1e-4
 BATCH_ROW = 1e-6
 SHAPE = "b3-p8+32"  # of the handed checkpoint in all tests of schedules
-DEFAULT = ("mamba2/groups4_tied_no_conv_bias", "mamba2/bf16_sharded")  # built also in a default run
+# Built also in a default run.
+DEFAULT = ("mamba2/groups4_tied_no_conv_bias", "mamba2/bf16_sharded", "nemotron_h/latent_experts")
 OTHERS = [
-    pytest.param(name, marks=() if name in DEFAULT else pytest.mark.slow)
-    for name in references.compared()
-    if name != references.HANDED
+    pytest.param(case.id, marks=() if case.id in DEFAULT else pytest.mark.slow)
+    for case in cases.CASES
+    if case.family == "mamba2" or not case.slow
 ]
 
 
-@pytest.fixture(scope="module")
-def handed() -> Opened:
-    """The handed checkpoint compiled for this CPU."""
-    return Opened.open(bundles.build(references.HANDED, "cpu", SHAPE))
+@pytest.fixture(scope="module", params=bundles.HANDED)
+def handed(request: pytest.FixtureRequest) -> Opened:
+    """A handed checkpoint compiled for this CPU."""
+    return Opened.open(bundles.build(request.param, "cpu", SHAPE))
 
 
-# --- against transformers --------------------------------------------------------------------
+# --- against the references ------------------------------------------------------------------
 
 
 def test_handed_checkpoint_generates_the_reference(handed: Opened) -> None:
-    check_references(handed, references.recorded(references.HANDED)[1])
+    check_references(handed, references.recorded(f"{handed.manifest.model.family}/handed")[1])
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -80,7 +82,8 @@ def test_a_wrong_token_or_logit_is_noticed() -> None:
 
 def test_the_command_generates_the_reference(handed: Opened) -> None:
     """Freely running, in a process of its own, with the logits it reports."""
-    rows = [r for r in references.recorded(references.HANDED)[1] if min(r.gaps) > bundles.NEAR_TIE]
+    every = references.recorded(f"{handed.manifest.model.family}/handed")[1]
+    rows = [row for row in every if min(row.gaps) > bundles.NEAR_TIE]
     row = max(rows, key=lambda r: len(r.prompt))
     command = [sys.executable, "-m", "runtime", "generate", str(handed.path), "--json"]
     command += ["--tokens", ",".join(map(str, row.prompt)), "--max-tokens", "48"]
@@ -212,7 +215,7 @@ def test_padding_changes_no_bit(handed: Opened, size: int) -> None:
             tokens[0, :length] = text(length)
             arguments = [put(tokens), put(np.array([length], np.int32)), put(np.zeros(1, np.int32))]
             arguments += [put(array) for array in state_in]
-            arguments += zero_state(handed.device, handed.manifest, 1)
+            arguments += storage(handed.device, handed.manifest, 1)
             outputs = handed.device.call(f"prefill_{size}", arguments)
             outcomes.append(handed.hosts(outputs))
         assert all(same_bits(found, outcomes[0]) for found in outcomes)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import bundles
+import cases
 import numpy as np
 import pytest
 import references
@@ -17,7 +18,7 @@ from bundles import Opened, check_no_argmax, check_references, relative, same_bi
 from artifacts import devices
 from recipes.resolve import resolve_target
 from runtime.selftest import selftest
-from runtime.session import zero_state
+from runtime.session import storage, zero_state
 
 SHAPE = "b5-p8"  # a slot for each of the handed prompts
 SPLIT = 1e-5
@@ -25,17 +26,26 @@ TARGETS = {"vulkan": "vulkan", "cpu-aarch64": "qemu-aarch64"}
 MARKS = {"vulkan": pytest.mark.vulkan, "cpu-aarch64": pytest.mark.aarch64}
 
 
+EMULATED = ("mamba2", "nemotron_h")  # families that run under qemu, where a call is a process
+
+
 @pytest.fixture(
-    scope="module", params=[pytest.param(t, marks=[MARKS[t], pytest.mark.slow]) for t in TARGETS]
+    scope="module",
+    params=[
+        pytest.param((family, t), marks=[MARKS[t], pytest.mark.slow], id=f"{family}-{t}")
+        for t in TARGETS
+        for family in (EMULATED if t == "cpu-aarch64" else cases.FAMILIES)
+    ],
 )
 def opened(request: pytest.FixtureRequest) -> Opened:
-    """The handed checkpoint on the device; skipped where the build would not find it either."""
-    recipe = resolve_target(request.param)
+    """A handed checkpoint on the device; skipped where the build would not find it either."""
+    family, target = request.param
+    recipe = resolve_target(target)
     device, why_not = devices.usable(recipe, None)
     if device is None:
         pytest.skip(str(why_not))
-    assert device == TARGETS[request.param]
-    return Opened.open(bundles.build(references.HANDED, request.param, SHAPE), device)
+    assert device == TARGETS[target]
+    return Opened.open(bundles.build(f"{family}/handed", target, SHAPE), device)
 
 
 def test_the_build_proved_the_bundle_on_the_device(opened: Opened) -> None:
@@ -44,7 +54,7 @@ def test_the_build_proved_the_bundle_on_the_device(opened: Opened) -> None:
 
 
 def test_handed_checkpoint_generates_the_reference(opened: Opened) -> None:
-    check_references(opened, references.recorded(references.HANDED)[1])
+    check_references(opened, references.recorded(f"{opened.manifest.model.family}/handed")[1])
 
 
 def test_schedules_on_the_device(opened: Opened) -> None:
@@ -81,8 +91,8 @@ def test_padding_on_the_device(opened: Opened) -> None:
         tokens[0, :5] = [3, 1, 4, 1, 5]
         given = [tokens, np.array([5], np.int32), np.zeros(1, np.int32)]
         arguments = [opened.device.to_device(array) for array in given]
-        for _ in ("state", "storage"):
-            arguments += zero_state(opened.device, opened.manifest, 1)
+        arguments += zero_state(opened.device, opened.manifest, 1)
+        arguments += storage(opened.device, opened.manifest, 1)
         outcomes.append(opened.hosts(opened.device.call("prefill_8", arguments)))
     assert all(same_bits(outcome, outcomes[0]) for outcome in outcomes)
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import bundles
 import numpy as np
 import pytest
-import references
 import toy
 from bundles import Opened
 
@@ -44,8 +43,9 @@ def test_two_hundred_requests_on_the_toys(hybrid: bool) -> None:
     check(selftest(opened.device, opened.manifest, 200, seed=3), 200)
 
 
-def test_two_hundred_requests_on_mamba2() -> None:
-    opened = Opened.open(bundles.build(references.HANDED, shape="b4-p4+16"))
+@pytest.mark.parametrize("name", bundles.HANDED)
+def test_two_hundred_requests_on_a_model(name: str) -> None:
+    opened = Opened.open(bundles.build(name, base="b4-p4+16"))
     check(selftest(opened.device, opened.manifest, 200, seed=4), 200)
 
 
