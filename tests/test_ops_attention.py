@@ -182,6 +182,21 @@ def test_any_split_is_one_scan(window: int | None) -> None:
         assert same_bits(state[0], keys) and same_bits(state[1], values)
 
 
+@pytest.mark.parametrize("window", [None, 16])
+def test_blocks_of_tokens_are_the_whole(window: int | None, monkeypatch: Any) -> None:
+    """A long context is attended to a few tokens at a time, whatever remains for the last block."""
+    a, lengths = tokens(2, 13), [13, 5]
+    rows = Rows.after([0, 7], window or 24, window)
+    whole = rows.run(a, lengths)
+    monkeypatch.setattr(attention, "SCORES", 2 * G * 4 * (window + 13 if window else 24))
+    run = jax.jit(partial(attention.scan, scale=SCALE, window=window))
+    given = (np.asarray(lengths, np.int32), rows.positions, rows.keys, rows.values)
+    assert str(jax.make_jaxpr(run)(*a, *given)).count("dot_general") == (16 if window else 8)
+    result = run(*a, *given)
+    rows.check(a, lengths, result)
+    assert relative(result[0][0], whole[0][0]) < TOLERANCE / 4
+
+
 # --- the region's end ------------------------------------------------------------------------
 
 

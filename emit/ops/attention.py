@@ -32,7 +32,7 @@ from jax import Array
 from emit.ops import nn
 
 MASKED = -1e30  # its exp is 0; an infinity would make NaN where a row has no key at all
-SCORES = 2**24  # numbers that one product of a row's queries with its keys may have
+SCORES = 2**25  # numbers that one product of a row's queries with its keys may have
 
 
 def step(
@@ -51,8 +51,8 @@ def step(
     """One token a row (T = 1): -> (y [B, 1, H, D], keys, values)."""
     C = keys.shape[2]
     place = positions if window is None else jax.lax.rem(positions, C)
-    keys = _write(keys, k, place, lengths)
-    values = _write(values, v, place, lengths)
+    keys = _write_one(keys, k, place, lengths)
+    values = _write_one(values, v, place, lengths)
     c, last = jnp.arange(C, dtype=jnp.int32)[None, None, :], positions[:, None, None]
     # In a ring, place c holds the last position that is c mod C: any but those before the first.
     seen = c <= last if window is None else _held(c, last, C) >= 0
@@ -165,6 +165,21 @@ def _product(a: Array, b: Array, contracted: int) -> Array:
         preferred_element_type=jnp.float32,
     )
     return out.reshape(*batch, *out.shape[1:])
+
+
+def _write_one(region: Array, token: Array, at: Array, lengths: Array) -> Array:
+    """`_write` for T = 1: what all rows write is selected at once, and written row by row."""
+    B, G, C, D = region.shape
+    start = jnp.clip(at, 0, C - 1)
+    index = C * nn.iota(B * G).reshape(B, G) + start[:, None]
+    old = jnp.take(region.reshape(B * G * C, D), index, axis=0, mode="clip")
+    written = (start == at) & (lengths > 0)
+    new = jnp.where(written[:, None, None], token[:, 0], old)[:, :, None]
+    zero = jnp.zeros((), jnp.int32)
+    for b in range(B):
+        to = (jnp.full((), b, jnp.int32), zero, start[b], zero)
+        region = jax.lax.dynamic_update_slice(region, new[b : b + 1], to)
+    return region
 
 
 def _write(region: Array, tokens: Array, at: Array, lengths: Array) -> Array:

@@ -124,8 +124,14 @@ def _series(x: Array) -> tuple[Array, Array]:
 
 
 def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """x f32[B, T, H, D] rotated by `tables`, the part behind 2 N elements unchanged."""
+    """x f32[B, T, H, D] rotated by `tables`, the part behind 2 N elements unchanged.
+
+    The halves are two rows, turned by themselves and the other: joined from two results they would
+    be copied.
+    """
     N = cos.shape[-1]
-    first, second, rest = jnp.split(x, [N, 2 * N], axis=-1)
-    cos, sin = cos[:, :, None], sin[:, :, None]
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin, rest], axis=-1)
+    halves = x[..., : 2 * N].reshape(*x.shape[:-1], 2, N)
+    cos, sin = cos[:, :, None, None], sin[:, :, None, None]
+    signed = np.array([[-1.0], [1.0]], np.float32) * sin
+    y = (halves * cos + jnp.flip(halves, axis=-2) * signed).reshape(*x.shape[:-1], 2 * N)
+    return y if x.shape[-1] == 2 * N else jnp.concatenate([y, x[..., 2 * N :]], axis=-1)
