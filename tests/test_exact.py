@@ -95,7 +95,8 @@ def test_the_command_generates_the_reference(handed: Opened) -> None:
     assert found["tokens"] == row.tokens and found["finish_reason"] == "length"
     for top, token, gap in zip(found["top_logits"], row.tokens, row.gaps, strict=True):
         assert top[0][0] == token
-        assert top[0][1] - top[1][1] == pytest.approx(gap, abs=1e-4)
+        # Nemotron-H: where the step size is clamped the library does not, in decode.
+        assert top[0][1] - top[1][1] == pytest.approx(gap, abs=1e-3)
 
 
 @pytest.mark.oracle
