@@ -236,20 +236,24 @@ def test_the_reference_table_has_every_key_once() -> None:
 
 def test_the_calling_convention_is_the_one_manifests_are_checked_against() -> None:
     letters = {7: "V", 3: "B", 5: "P", 1: "1"}  # sizes that stand for the letters
-    state = StateSpec("state", "f32", (1, 11), 0, "fixed")
+    state = (
+        StateSpec("fixed", "f32", (1, 11), 0, "fixed"),
+        StateSpec("kv", "f32", (1, 11), 0, "per_position"),
+    )
 
     def word(tensor: TensorSpec) -> str:
-        if tensor.name.endswith("state"):
+        if tensor.name.endswith(("fixed", "kv")):
             return tensor.name + letters[tensor.shape[0]]
         return f"{tensor.name} {tensor.dtype}[{','.join(letters[n] for n in tensor.shape)}]"
 
+    def words(tensors: tuple[TensorSpec, ...]) -> str:
+        """Both kinds of state, one after the other, are the state."""
+        text = ", ".join(map(word, tensors))
+        return re.sub(r"((?:out|new)\.|)fixed(.), \1kv\2", r"\1state\2", text)
+
     want = [
-        [
-            f"`{name.replace('5', '<P>')}`",
-            ", ".join(map(word, spec.inputs)),
-            ", ".join(map(word, spec.outputs)),
-        ]
-        for name, spec in expected_functions(7, 3, (5,), (state,)).items()
+        [f"`{name.replace('5', '<P>')}`", words(spec.inputs), words(spec.outputs)]
+        for name, spec in expected_functions(7, 3, (5,), state).items()
     ]
     assert rows(section("Calling convention")) == want
 

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from emit.entry import Model
 from recipes import table
 from recipes.resolve import (
     every_model,
@@ -91,33 +92,33 @@ def test_a_gpu_architecture_is_the_same_in_every_flag_list() -> None:
         assert all(flags == chosen[0] for flags in chosen), target.name
 
 
-def test_published_models_carry_a_consistent_config() -> None:
-    published = [model for model in every_model() if model.source.startswith("hf:")]
-    assert len(published) == 6
-    for model in published:
-        config = model.config
-        assert config is not None
-        assert config["model_type"] == model.family == "mamba2"
-        inner = config["hidden_size"] * config["expand"]
-        assert inner == config["num_heads"] * config["head_dim"]
-        assert config["num_heads"] % config["n_groups"] == 0
-        assert config["time_step_limit"] == [0.0, math.inf]
-    sizes = {m.name: _parameters(m.config or {}) / 1e6 for m in published}
-    near = {"130m": 129, "370m": 368, "780m": 780, "1.3b": 1344, "2.7b": 2703}
-    for name, millions in near.items():
-        assert sizes[f"mamba2-{name}"] == pytest.approx(millions, rel=0.01)
-    assert sizes["mamba-codestral-7b"] == pytest.approx(7285, rel=0.01)
+# Parameters, in billions, as published with the models or counted from their files.
+BILLIONS = {
+    "falcon-h1-0.5b": 0.521, "falcon-h1-1.5b": 1.555, "falcon-h1-1.5b-deep": 1.555,
+    "falcon-h1-3b": 3.149, "falcon-h1-7b": 7.586, "falcon-h1-34b": 33.6,
+    "falcon-h1-tiny-90m": 0.091, "falcon-mamba-7b": 7.273, "falcon-mamba-7b-instruct": 7.273,
+    "jamba-1.5-large": 398.6, "jamba-1.5-mini": 51.6, "jamba-1.6-large": 398.6,
+    "jamba-1.6-mini": 51.6, "jamba-1.7-large": 398.6, "jamba-1.7-mini": 51.6,
+    "jamba-reasoning-3b": 3.03, "jamba-v0.1": 51.6, "mamba-130m": 0.129, "mamba-370m": 0.372,
+    "mamba-790m": 0.793, "mamba-1.4b": 1.372, "mamba-2.8b": 2.768, "mamba-codestral-7b": 7.285,
+    "mamba2-130m": 0.129, "mamba2-370m": 0.368, "mamba2-780m": 0.78, "mamba2-1.3b": 1.344,
+    "mamba2-2.7b": 2.703, "nemotron-3-nano-30b-a3b": 31.58, "nemotron-3-super-120b-a12b": 120.67,
+    "nemotron-h-4b": 4.489, "nemotron-h-8b": 8.1, "nemotron-h-47b": 46.8, "nemotron-h-56b": 56.3,
+    "nemotron-nano-9b-v2": 8.888, "nemotron-nano-12b-v2": 12.31, "plamo-2-1b": 1.291,
+    "plamo-2-8b": 9.528, "plamo-2-translate": 9.528,
+}  # fmt: skip
 
 
-def _parameters(config: dict) -> int:
-    """Parameter count of a Mamba2 without biases, from the paper's block."""
-    wide = config["hidden_size"] * config["expand"]
-    mixed = wide + 2 * config["n_groups"] * config["state_size"]
-    width, heads = config["hidden_size"], config["num_heads"]
-    block = width * (wide + mixed + heads) + mixed * (config["conv_kernel"] + 1)
-    block += 3 * heads + wide + wide * width + width
-    tables = 1 if config["tie_word_embeddings"] else 2
-    return config["num_hidden_layers"] * block + width + tables * config["vocab_size"] * width
+def test_published_models_have_their_number_of_parameters() -> None:
+    published = {model.name: model for model in every_model() if model.source.startswith("hf:")}
+    assert published.keys() == BILLIONS.keys()
+    for name, model in published.items():
+        assert model.config is not None and model.config["model_type"] == model.family
+        found = Model.of(model.config)
+        count = sum(math.prod(param.shape) for param in found.weight_map.params)
+        assert count / 1e9 == pytest.approx(BILLIONS[name], rel=0.005), name
+        keeps_kv = any(spec.kind == "per_position" for spec in found.state)
+        assert all(("-c" in shape) == keeps_kv for shape in model.shapes), name
 
 
 @pytest.mark.parametrize("kind", ["models", "targets"])
