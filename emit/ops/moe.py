@@ -75,7 +75,8 @@ def route(logits: Array, routing: Routing, bias: Array | None = None) -> tuple[A
     else:
         scores = jax.nn.sigmoid(logits) if routing.score == "sigmoid" else logits
     choice = scores if bias is None else scores + bias
-    scores, choice = jax.lax.optimization_barrier((scores, choice))
+    if bias is None and routing.groups == 1:
+        choice = logits  # in the same order
     if routing.groups > 1:
         choice = _eligible(choice, routing)
     at = _rank(choice)[..., None, :] == nn.iota(routing.top_k, jnp.float32)[:, None]
@@ -93,15 +94,13 @@ def route(logits: Array, routing: Routing, bias: Array | None = None) -> tuple[A
 def _rank(values: Array) -> Array:
     """How many of `values` [..., E] come before each: larger, or as large and earlier; float32.
 
-    All pairs are compared: the targets' own top-k and sort fail or are wrong on some of them. The
-    values are behind a barrier, so that both sides of a comparison are the same bits.
+    All pairs are compared: the targets' own top-k and sort fail or are wrong on some of them.
     """
-    values = jax.lax.optimization_barrier(values)
     E = values.shape[-1]
     own, other = values[..., :, None], values[..., None, :]
     earlier = nn.iota(E)[:, None] > nn.iota(E)[None, :]
     before = (other > own) | ((other == own) & earlier)
-    return jax.lax.optimization_barrier(jnp.sum(before.astype(jnp.float32), axis=-1))
+    return jnp.sum(before.astype(jnp.float32), axis=-1)
 
 
 def _eligible(choice: Array, routing: Routing) -> Array:
