@@ -129,13 +129,20 @@ class Driver:
         return logits[0], state
 
     def greedy(
-        self, prompt: Sequence[int], new_tokens: int, chunk: int
+        self,
+        prompt: Sequence[int],
+        new_tokens: int,
+        chunk: int,
+        forced: Sequence[int] | None = None,
     ) -> tuple[list[int], np.ndarray]:
-        """Chunked prefill, then single steps -> (tokens, logits [new_tokens, V] before each)."""
+        """Chunked prefill, then single steps -> (tokens, logits [new_tokens, V] before each).
+
+        Each step reads the token chosen before it, or that of `forced`.
+        """
         logits, state = self.prefill(prompt, chunk)
         rows, tokens = [logits], [int(np.argmax(logits))]
         for i in range(new_tokens - 1):
-            step = np.array([[tokens[-1]]])
+            step = np.array([[tokens[-1] if forced is None else forced[i]]])
             row, state = self.call(step, [1], state, len(prompt) + i)
             rows.append(row[0])
             tokens.append(int(np.argmax(row[0])))

@@ -4,7 +4,7 @@ Where transformers has no such model, or a case's row says that it is at fault, 
 generates instead, and the file says so.
 
 `python tests/references.py [FAMILY…]` derives them again and writes `tests/data/references/`, one
-file a family; the test marked `oracle` in test_exact.py derives them again and compares.
+file a family; the test marked `oracle` in test_references.py derives them again and compares.
 
 A checkpoint is named `family/name`; `family/handed` is the one under `tests/data/<family>`, which
 has prompts of its own.
@@ -96,7 +96,7 @@ def prompts(name: str, vocab_size: int) -> list[list[int]]:
 def derive(name: str, checkpoint: Path, texts: Iterable[list[int]]) -> list[Reference]:
     """Generate with the reference of the checkpoint called `name`. End tokens end nothing."""
     if by_transformers(name):
-        return _by_transformers(checkpoint, texts)
+        return by_library(checkpoint, texts, NEW_TOKENS)
     return _by_oracle(name.split("/")[0], checkpoint, texts)
 
 
@@ -120,7 +120,8 @@ def _by_oracle(family: str, checkpoint: Path, texts: Iterable[list[int]]) -> lis
     return found
 
 
-def _by_transformers(checkpoint: Path, texts: Iterable[list[int]]) -> list[Reference]:
+def by_library(checkpoint: Path, texts: Iterable[list[int]], new_tokens: int) -> list[Reference]:
+    """Generate with transformers."""
     import torch
     import transformers
 
@@ -133,7 +134,7 @@ def _by_transformers(checkpoint: Path, texts: Iterable[list[int]]) -> list[Refer
         out = model.generate(
             tokens,
             attention_mask=torch.ones_like(tokens),  # else it hides every token that pads
-            max_new_tokens=NEW_TOKENS,
+            max_new_tokens=new_tokens,
             do_sample=False,
             output_logits=True,
             return_dict_in_generate=True,
