@@ -205,8 +205,7 @@ def _grouped(x: Array, index: Array, weight: Array, experts: Experts, act: Activ
 
     def add(i: Array, y: Array) -> Array:  # 3.
         block = jnp.take(x, token[i], axis=0, mode="clip")
-        block = jax.lax.optimization_barrier(block)
-        out = jax.lax.optimization_barrier(_expert(block, expert[i], experts, act))
+        out = _expert(block, expert[i], experts, act)
         back = jnp.take(out, place[i], axis=0, mode="clip") * own[i][:, None]
         return y + jnp.where(inside[i][:, None] > 0.0, back, 0.0)
 
