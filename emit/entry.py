@@ -19,7 +19,6 @@ from emit.shape import Shape
 from emit.state import DTYPES, WORDS, StateSpec
 from emit.weights import WeightMap, describe
 
-
 DEFAULT_CONTEXT = 4096  # tokens
 
 

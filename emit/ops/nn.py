@@ -91,18 +91,14 @@ def last_valid(x: Array, lengths: Array) -> Array:
 def matmul(a: Array, b: Array) -> Array:
     """`a @ b` over the last two axes: [..., M, K] and [..., K, N] -> [..., M, N], float32.
 
-    The leading axes become one batch axis, behind barriers. In this canonical form
-    each product becomes one kernel of its own on every target.
+    The leading axes become one batch axis: in this canonical form each product is one kernel on
+    every target.
     """
-    batch = a.shape[:-2]
-    a3, b3 = jax.lax.optimization_barrier(
-        (a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]))
-    )
     out = jax.lax.dot_general(
-        a3,
-        b3,
+        a.reshape(-1, *a.shape[-2:]),
+        b.reshape(-1, *b.shape[-2:]),
         (((2,), (1,)), ((0,), (0,))),
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
     )
-    return jax.lax.optimization_barrier(out).reshape(*batch, a.shape[-2], b.shape[-1])
+    return out.reshape(*a.shape[:-1], b.shape[-1])

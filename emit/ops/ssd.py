@@ -40,7 +40,6 @@ def step(
     G, N = Bm.shape[2:]
     decay = jnp.exp(dt[:, 0] * A)
     inputs = dt[:, 0, :, None] * x[:, 0]
-    decay, inputs = jax.lax.optimization_barrier((decay, inputs))
     grouped = state.reshape(B, G, H // G, P, N)
     update = inputs.reshape(B, G, H // G, P, 1) * Bm[:, 0, :, None, None, :]
     new = grouped * decay.reshape(B, G, H // G, 1, 1) + update
@@ -60,8 +59,8 @@ def scan(
     3. The recurrence over chunk states.
     4. What the state before the chunk adds: y += exp(decay from its start) C h.
 
-    The cumulative decay is a cumsum behind a barrier: as a product with a triangle of ones fused
-    into its consumers, the compiler has been seen to give wrong numbers. It is kept as a pair of
+    The cumulative decay is a cumsum: as a product with a triangle of ones, fused into its
+    consumers, the compiler has been seen to give wrong numbers. It is kept as a pair of
     sums, multiples of 1/GRID and what remains: differences of the first are exact and the second
     stays below Q / GRID, so a token that erases the state costs the decays after it no digits.
     """
@@ -78,16 +77,14 @@ def scan(
     R = H // G  # heads of a group
     a = jnp.maximum(dt * A, FORGOTTEN).reshape(B, n, Q, H).transpose(0, 1, 3, 2)
     grid = jnp.floor(a * GRID) / GRID
-    coarse, fine = jax.lax.optimization_barrier(
-        (jnp.cumsum(grid, axis=-1), jnp.cumsum(a - grid, axis=-1))
-    )
+    coarse, fine = jnp.cumsum(grid, axis=-1), jnp.cumsum(a - grid, axis=-1)
     cum = coarse + fine  # [B, n, H, Q]
     xdt = (x * dt[..., None]).reshape(B, n, Q, H, P).transpose(0, 1, 3, 2, 4)  # [B, n, H, Q, P]
     Bc = Bm.reshape(B, n, Q, G, N).transpose(0, 1, 3, 2, 4)  # [B, n, G, Q, N]
     Cc = Cm.reshape(B, n, Q, G, N).transpose(0, 1, 3, 2, 4)
-    xdt, Bc, Cc = jax.lax.optimization_barrier((xdt, Bc, Cc))
 
-    scores = nn.matmul(Cc, Bc.swapaxes(-1, -2))  # 1. [B, n, G, Q, Q]
+    # 1. Behind a barrier: fused with what follows, vulkan computes it wrongly for Q below 16.
+    scores = jax.lax.optimization_barrier(nn.matmul(Cc, Bc.swapaxes(-1, -2)))  # [B, n, G, Q, Q]
     causal = nn.iota(Q)[:, None] >= nn.iota(Q)[None, :]
     between = coarse[..., :, None] - coarse[..., None, :]
     between = between + (fine[..., :, None] - fine[..., None, :])
