@@ -39,11 +39,13 @@ BATCH_ROW = 1e-6
 SHAPE = "b3-p8+32"  # of the handed checkpoint in all tests of schedules
 # Built also in a default run.
 DEFAULT = ("mamba2/groups4_tied_no_conv_bias", "mamba2/bf16_sharded", "nemotron_h/latent_experts")
+COMPILED = 3  # rows of each family that are compiled; all run under JAX in test_references.py
 OTHERS = [
     pytest.param(case.id, marks=() if case.id in DEFAULT else pytest.mark.slow)
-    for case in cases.CASES
-    if case.family == "mamba2" or not case.slow
+    for family in cases.FAMILIES
+    for case in [c for c in cases.CASES if c.family == family and not c.slow][:COMPILED]
 ]
+OTHERS += [name for name in DEFAULT if name not in [row.values[0] for row in OTHERS]]
 
 
 @pytest.fixture(scope="module", params=bundles.HANDED)
@@ -94,8 +96,9 @@ def test_the_command_generates_the_reference(handed: Opened) -> None:
     assert found["tokens"] == row.tokens and found["finish_reason"] == "length"
     for top, token, gap in zip(found["top_logits"], row.tokens, row.gaps, strict=True):
         assert top[0][0] == token
-        # Nemotron-H: where the step size is clamped the library does not, in decode.
-        assert top[0][1] - top[1][1] == pytest.approx(gap, abs=1e-3)
+        # In decode the library does not clamp Nemotron-H's step size, as it does in prefill.
+        near = bundles.NEAR_TIE if handed.manifest.model.family == "nemotron_h" else 1e-4
+        assert top[0][1] - top[1][1] == pytest.approx(gap, abs=near)
 
 
 # --- schedules: the same request gives the same bits -----------------------------------------
