@@ -1,6 +1,6 @@
 """Emit and compile full-size models from their shapes alone, and print what the build log says.
 
-    python benchmarks/fullsize.py                      the 2.7b and 7B models, and the depth series
+    python benchmarks/fullsize.py                      the largest of each family; the depth series
     python benchmarks/fullsize.py --models mamba2-2.7b --targets cpu --depths
 
 Each row is one `doit build … params=none proof=none` from an empty cache: wall seconds and peak
@@ -19,7 +19,15 @@ from typing import Any
 import yaml
 from builds import ROOT, build, describe, machine, stages, table
 
-MODELS = ("mamba2-2.7b", "mamba-codestral-7b")
+MODELS = (
+    "mamba2-2.7b",
+    "mamba-codestral-7b",
+    "falcon-mamba-7b",
+    "nemotron-3-super-120b-a12b",
+    "jamba-1.7-large",
+    "falcon-h1-34b",
+    "plamo-2-8b",
+)
 TARGETS = ("cuda-sm121", "cpu")
 DEPTHS = (24, 48, 64)
 DEPTH_MODEL = "mamba2-2.7b"

@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from driver import relative
@@ -89,7 +90,7 @@ def test_angles_are_exact_at_any_position(theta: float, start: int) -> None:
 def test_every_quadrant_and_both_sides_of_its_border() -> None:
     """One token turns by a 64th of a circle and a hair: all eight octants, and their borders."""
     spec = rope.Rope((2 * math.pi / 64, 2 * math.pi / 64 + 1e-7, math.pi, 0.0))
-    cos, sin = map(np.asarray, rope.tables(spec, np.zeros(1, np.int32), 130))
+    cos, sin = map(np.asarray, rope.tables(spec, jnp.zeros(1, jnp.int32), 130))
     angles = np.arange(130)[:, None] * np.array(spec.frequencies)
     assert np.abs(cos[0] - np.cos(angles)).max() < 2e-7
     assert np.abs(sin[0] - np.sin(angles)).max() < 2e-7
@@ -122,7 +123,7 @@ def test_scores_depend_on_the_distance_alone() -> None:
     q, k = np.random.default_rng(1).standard_normal((2, 1, 1, 1, 16)).astype(np.float32)
     scores = []
     for start in (0, 77_777, 1_000_000):
-        at = [rope.tables(spec, np.array([p], np.int32), 1) for p in (start + 9, start)]
+        at = [rope.tables(spec, jnp.array([p], jnp.int32), 1) for p in (start + 9, start)]
         turned = [np.asarray(rope.rotate(x, *tables)) for x, tables in zip((q, k), at, strict=True)]
         scores.append(float((turned[0] * turned[1]).sum()))
     assert max(scores) - min(scores) < 2e-6 * abs(scores[0])

@@ -39,9 +39,10 @@ from jax import Array
 from safetensors.numpy import save
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
+from emit.blocks.block import under
 from emit.families import mamba2
 from emit.ops import conv, nn, ssd
-from emit.weights import depthwise_kernel, layer
+from emit.weights import depthwise_kernel
 
 TEXT_SHA256 = "cd45f0c9cedab8e4439bd6486c8952c77cc8b0ecc5d1f6ae3513f2039f47229d"
 END = "<|endoftext|>"  # token 0: begins and ends every document
@@ -128,7 +129,9 @@ def mixer(cfg: mamba2.Config, p: Params, x: Array) -> Array:
     """A whole window from a zero state: x f32[B, T, hidden_size] -> same."""
     B, T, _ = x.shape
     inner, N, H = cfg.intermediate_size, cfg.state_size, cfg.num_heads
-    z, xbc, dt = jnp.split(nn.linear(x, p["in_proj.weight"]), [inner, inner + cfg.mixer.conv_dim], -1)
+    z, xbc, dt = jnp.split(
+        nn.linear(x, p["in_proj.weight"]), [inner, inner + cfg.mixer.conv_dim], -1
+    )
     tail = jnp.zeros((B, cfg.conv_kernel - 1, cfg.mixer.conv_dim))
     xbc, _ = conv.scan(xbc, jnp.full(B, T), p["conv1d.weight"], p["conv1d.bias"], tail)
     xs, Bm, Cm = jnp.split(jax.nn.silu(xbc), [inner, inner + N], -1)
@@ -151,9 +154,9 @@ def logits(cfg: mamba2.Config, params: Params, tokens: Array) -> Array:
     """Logits f32[B, T, V] at every position of tokens i32[B, T], from a zero state."""
     x = nn.embed(tokens, params["embeddings.weight"])
     for i in range(cfg.num_hidden_layers):
-        p = layer(params, f"layers.{i}.")
+        p = under(f"layers.{i}.", params)
         x = x + mixer(
-            cfg, layer(p, "mixer."), nn.rms_norm(x, p["norm.weight"], cfg.layer_norm_epsilon)
+            cfg, under("mixer.", p), nn.rms_norm(x, p["norm.weight"], cfg.layer_norm_epsilon)
         )
     x = nn.rms_norm(x, params["norm_f.weight"], cfg.layer_norm_epsilon)
     return nn.linear(x, params["embeddings.weight"])
@@ -214,7 +217,7 @@ def optimise(
 
 def check_emitted(cfg: mamba2.Config, params: Params, window: Array) -> float:
     """Largest difference of a window's last logits to those of the emitted family's forward."""
-    state = {s.name: jnp.zeros(s.shape) for s in mamba2.state(cfg)}
+    state = {s.name: jnp.zeros(s.shape) for s in mamba2.state(cfg, None)}
     length, position = jnp.full(1, window.shape[1]), jnp.zeros(1, jnp.int32)
     emitted, _ = mamba2.forward(cfg, params, window, length, position, state)
     error = float(jnp.abs(emitted - logits(cfg, params, window)[:, -1]).max())
