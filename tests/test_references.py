@@ -17,9 +17,11 @@ from bundles import check_tokens
 from driver import Driver, relative
 
 CHUNK = 8
-SLOW = {case.id for case in cases.CASES if case.slow}
+DEFAULT = {case.id for case in cases.QUICK}
 EVERY = [
-    pytest.param(name, marks=pytest.mark.slow if name in SLOW else ())
+    pytest.param(
+        name, marks=() if name in DEFAULT or name.endswith("/handed") else pytest.mark.slow
+    )
     for name in references.compared()
 ]
 
@@ -41,8 +43,8 @@ def test_graph_generates_the_reference(name: str, tmp_path: Path) -> None:
 @pytest.mark.oracle
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("name", references.compared())
-def test_recorded_references_are_what_the_reference_gives(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", filter(references.by_transformers, references.compared()))
+def test_recorded_references_are_what_the_library_gives(name: str, tmp_path: Path) -> None:
     _, rows = references.recorded(name)
     directory = references.write_checkpoint(name, tmp_path / "checkpoint")
     again = references.derive(name, directory, [row.prompt for row in rows])

@@ -38,6 +38,11 @@ def family(name: str) -> Any:
 CASES: tuple[Case, ...] = tuple(case for name in FAMILIES for case in family(name).CASES)
 
 
+# The first row of each family that is not slow, and with them mamba2's others: a default run.
+FIRST = [next(c for c in CASES if c.family == name and not c.slow) for name in FAMILIES]
+QUICK = [c for c in CASES if c in FIRST or (c.family == "mamba2" and not c.slow)]
+
+
 def find(id: str) -> Case:
     """The case called `family/name`."""
     (case,) = (case for case in CASES if case.id == id)
