@@ -57,7 +57,6 @@ def test_layers_are_read_in_every_dialect(words: dict[str, Any]) -> None:
         ({"num_hidden_layers": 7}, "num_hidden_layers = 7, but layers_block_type has 5 layers"),
         ({"sliding_window": 64}, "sliding_window = 64 is not supported"),
         ({"attention_bias": True}, "attention_bias = true is not supported"),
-        ({"mamba_proj_bias": True}, "mamba_proj_bias = true is not supported (only false)"),
         ({"num_experts_per_tok": 7}, "num_experts_per_tok = 7, expected at most 6"),
         ({"n_group": 4}, "n_routed_experts = 6, expected a multiple of n_group = 4"),
         ({"num_key_value_heads": 3}, "num_attention_heads = 4, expected a multiple of"),
@@ -70,6 +69,13 @@ def test_layers_are_read_in_every_dialect(words: dict[str, Any]) -> None:
 )
 def test_what_is_not_supported_is_named(changes: dict[str, Any], line: str) -> None:
     assert line in refused(**changes)
+
+
+def test_projections_have_biases_by_use_bias_alone() -> None:
+    for use, said in ((True, False), (False, True)):
+        found = Model.of(raw(use_bias=use, mamba_proj_bias=said)).weight_map
+        names = [param.name for param in found.params]
+        assert ("layers.0.mixer.in_proj.bias" in names) is use
 
 
 def test_prediction_layers_are_left_out_and_others_are_not() -> None:

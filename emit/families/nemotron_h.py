@@ -9,8 +9,8 @@ in a latent space where the config has one, and a shared expert beside them.
 Settled: the step size is clamped to (time_step_min, inf) in every step. The library clamps in
 prefill and not in its decode step, and does not read time_step_limit.
 
-Refused: attention_bias, a sliding window, a mamba_proj_bias that differs from use_bias, and any
-unknown key. Multi-token prediction layers (`mtp.`) are left out.
+Refused: attention_bias, a sliding window, and any unknown key. mamba_proj_bias says nothing: the
+projections have biases by use_bias, and a tensor too many or too few is refused. Multi-token prediction layers (`mtp.`) are left out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WORDS = {"linear_attention": "mamba", "full_attention": "attention"}
 # Keys that do not change the graph: initialisation, the reference's own scan chunk and kernels, the
 # type of its residual stream and cache (here float32), how it overlaps work, what it returns, the
 # number of shared experts (their one width is moe_shared_expert_intermediate_size), multi-token
-# prediction, time_step_limit (see above), expand (mamba_num_heads × mamba_head_dim counts) and the
+# prediction, time_step_limit and mamba_proj_bias (see above), expand (mamba_num_heads × mamba_head_dim counts) and the
 # longest sequence it was trained on.
 IGNORED = frozenset(
     """chunk_size mamba_chunk_size rescale_prenorm_residual residual_in_fp32 use_mamba_kernels
@@ -50,7 +50,7 @@ IGNORED = frozenset(
     mamba_dt_init_floor mamba_dt_limit attention_dropout hidden_dropout num_logits_to_keep
     output_router_logits moe_shared_expert_overlap n_shared_experts num_nextn_predict_layers
     mtp_layers_block_type mtp_hybrid_override_pattern expand mamba_expand max_position_embeddings
-    router_aux_loss_coef rope_theta partial_rotary_factor""".split()
+    router_aux_loss_coef rope_theta partial_rotary_factor mamba_proj_bias""".split()
 )
 ALIASES = {
     "mamba_n_groups": "n_groups",
@@ -110,11 +110,7 @@ class Config:
         kinds = _kinds(given)
         given["layers_block_type"] = kinds
         given["num_hidden_layers"] = len(kinds)
-        only = {
-            "attention_bias": False,
-            "sliding_window": None,
-            "mamba_proj_bias": raw.get("use_bias", cls.use_bias),
-        }
+        only = {"attention_bias": False, "sliding_window": None}
         cfg = config_reader.read(cls, given, ignored=IGNORED, only=only, aliases=ALIASES)
         wrong = []
         for name, value, divisor, of in (
