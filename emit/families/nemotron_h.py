@@ -10,7 +10,8 @@ Settled: the step size is clamped to (time_step_min, inf) in every step. The lib
 prefill and not in its decode step, and does not read time_step_limit.
 
 Refused: attention_bias, a sliding window, and any unknown key. mamba_proj_bias says nothing: the
-projections have biases by use_bias, and a tensor too many or too few is refused. Multi-token prediction layers (`mtp.`) are left out.
+projections have biases by use_bias, and a tensor too many or too few is refused. Multi-token
+prediction layers (`mtp.`) are left out.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ WORDS = {"linear_attention": "mamba", "full_attention": "attention"}
 # Keys that do not change the graph: initialisation, the reference's own scan chunk and kernels, the
 # type of its residual stream and cache (here float32), how it overlaps work, what it returns, the
 # number of shared experts (their one width is moe_shared_expert_intermediate_size), multi-token
-# prediction, time_step_limit and mamba_proj_bias (see above), expand (mamba_num_heads × mamba_head_dim counts) and the
-# longest sequence it was trained on.
+# prediction, time_step_limit and mamba_proj_bias (see above), expand (mamba_num_heads ×
+# mamba_head_dim counts) and the longest sequence it was trained on.
 IGNORED = frozenset(
     """chunk_size mamba_chunk_size rescale_prenorm_residual residual_in_fp32 use_mamba_kernels
     mamba_ssm_cache_dtype time_step_max time_step_floor time_step_limit time_step_rank mamba_dt_max
