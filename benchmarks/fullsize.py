@@ -39,7 +39,11 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="*", default=MODELS, metavar="NAME")
     parser.add_argument("--targets", nargs="+", default=TARGETS, metavar="NAME")
     parser.add_argument("--weights", nargs="+", default=["bf16"], metavar="TYPE")
-    parser.add_argument("--shape", default="b4-p32+256", help="default: b4-p32+256")
+    parser.add_argument(
+        "--shape",
+        default="b4-p32+256",
+        help="default: b4-p32+256, with -c4096 for models with a KV cache",
+    )
     parser.add_argument("--depths", nargs="*", type=int, default=DEPTHS, metavar="LAYERS")
     return parser.parse_args()
 
@@ -65,6 +69,14 @@ def jobs(args: argparse.Namespace, directory: Path) -> Iterator[tuple[str, str, 
         for target in args.targets:
             for weights in args.weights:
                 yield model, target, weights
+
+
+def with_context(model: str, shape: str) -> str:
+    """`shape` with a context of 4096 where the recipe's own shapes have one."""
+    path = ROOT / "recipes" / "models" / f"{model}.yaml"
+    path = path if path.is_file() else Path(model)
+    own = yaml.safe_load(path.read_text(encoding="utf-8"))["shapes"][0]
+    return f"{shape}-c4096" if "-c" in own else shape
 
 
 def measure(model: str, target: str, weights: str, shape: str, directory: Path) -> dict[str, Any]:
@@ -97,7 +109,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="fullsize-") as home:
         directory = Path(home)
         for model, target, weights in jobs(args, directory):
-            rows.append(measure(model, target, weights, args.shape, directory))
+            shape = with_context(model, args.shape)
+            rows.append(measure(model, target, weights, shape, directory))
             print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     print(f"\n{table(rows)}")
 
