@@ -71,14 +71,6 @@ def jobs(args: argparse.Namespace, directory: Path) -> Iterator[tuple[str, str, 
                 yield model, target, weights
 
 
-def with_context(model: str, shape: str) -> str:
-    """`shape` with a context of 4096 where the recipe's own shapes have one."""
-    path = ROOT / "recipes" / "models" / f"{model}.yaml"
-    path = path if path.is_file() else Path(model)
-    own = yaml.safe_load(path.read_text(encoding="utf-8"))["shapes"][0]
-    return f"{shape}-c4096" if "-c" in own else shape
-
-
 def measure(model: str, target: str, weights: str, shape: str, directory: Path) -> dict[str, Any]:
     """Build one from an empty cache; a row of the table."""
     with tempfile.TemporaryDirectory(dir=directory) as cache:
@@ -109,8 +101,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="fullsize-") as home:
         directory = Path(home)
         for model, target, weights in jobs(args, directory):
-            shape = with_context(model, args.shape)
-            rows.append(measure(model, target, weights, shape, directory))
+            rows.append(measure(model, target, weights, args.shape, directory))
             print(", ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     print(f"\n{table(rows)}")
 

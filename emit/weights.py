@@ -116,12 +116,16 @@ def experts(name: str, shape: tuple[int, int], sources: Sequence[str]) -> Param:
 
 
 def with_head(
-    rows: Sequence[Param], table: tuple[int, int], embeddings: str, tied: bool
+    rows: Sequence[Param],
+    table: tuple[int, int],
+    embeddings: str,
+    tied: bool,
+    unused: frozenset[str] = frozenset(),
 ) -> WeightMap:
     """The map of a model whose last product is `lm_head.weight` [V, D] or, tied, its embeddings."""
     if tied:
-        return WeightMap(tuple(rows), copies={"lm_head.weight": embeddings})
-    return WeightMap((*rows, matrix("lm_head.weight", table, "lm_head.weight")))
+        return WeightMap(tuple(rows), unused, {"lm_head.weight": embeddings})
+    return WeightMap((*rows, matrix("lm_head.weight", table, "lm_head.weight")), unused)
 
 
 def resolve(weight_map: WeightMap, source: Source) -> dict[str, tuple[str, ...]]:

@@ -56,9 +56,14 @@ class Block(Protocol):
         ...
 
 
-def placed(prefix: str, specs: Sequence[StateSpec]) -> list[StateSpec]:
-    """The state of a block as the model names it."""
-    return [replace(spec, name=prefix + spec.name) for spec in specs]
+def states(layers: Sequence[Sequence[Block]], context: int | None) -> list[StateSpec]:
+    """The state of each layer's blocks as the model names it, `layers.<i>.` first."""
+    return [
+        replace(spec, name=f"layers.{i}.{spec.name}")
+        for i, blocks in enumerate(layers)
+        for block in blocks
+        for spec in block.state(context)
+    ]
 
 
 def under(prefix: str, values: Mapping[str, Array]) -> dict[str, Array]:

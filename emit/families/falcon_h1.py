@@ -23,7 +23,7 @@ from jax import Array
 from emit import config as config_reader
 from emit import rope
 from emit.blocks.attention import Attention
-from emit.blocks.block import Rows, placed, renamed, under
+from emit.blocks.block import Rows, renamed, states, under
 from emit.blocks.mamba2 import Mamba2
 from emit.blocks.mlp import Mlp
 from emit.errors import EmitError
@@ -204,8 +204,7 @@ def weights(cfg: Config) -> WeightMap:
 
 def state(cfg: Config, context: int | None) -> list[StateSpec]:
     """Per layer the convolution tail and SSD state of Mamba2, and the keys and values."""
-    each = [*cfg.mixer.state(context), *cfg.attention.state(context)]
-    return [s for i in range(cfg.num_hidden_layers) for s in placed(f"layers.{i}.", each)]
+    return states([[cfg.mixer, cfg.attention]] * cfg.num_hidden_layers, context)
 
 
 def forward(
@@ -236,6 +235,6 @@ def forward(
         x = x + recurrent * cfg.ssm_out_multiplier + attended * cfg.attention_out_multiplier
         h = nn.rms_norm(x, p["pre_ff_layernorm.weight"], cfg.rms_norm_eps)
         x = x + cfg.mlp(under("feed_forward.", p), h, rows, {})[0]
-    x = nn.rms_norm(nn.last_valid(x, lengths), params["final_layernorm.weight"], cfg.rms_norm_eps)
-    head = params["embed_tokens.weight" if cfg.tie_word_embeddings else "lm_head.weight"]
-    return nn.linear(x, head)[:, 0] * cfg.lm_head_multiplier, new
+    norm, tied = params["final_layernorm.weight"], cfg.tie_word_embeddings
+    head = params["embed_tokens.weight" if tied else "lm_head.weight"]
+    return nn.logits(x, lengths, norm, cfg.rms_norm_eps, head) * cfg.lm_head_multiplier, new

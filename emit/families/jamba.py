@@ -21,7 +21,7 @@ from jax import Array
 
 from emit import config as config_reader
 from emit.blocks.attention import Attention
-from emit.blocks.block import Block, Rows, placed, renamed, under
+from emit.blocks.block import Block, Rows, renamed, states, under
 from emit.blocks.mamba1 import Mamba1
 from emit.blocks.mlp import Mlp
 from emit.blocks.moe import Moe, Names
@@ -156,11 +156,7 @@ def weights(cfg: Config) -> WeightMap:
 
 def state(cfg: Config, context: int | None) -> list[StateSpec]:
     """Per Mamba layer its convolution tail and hidden state, per attention layer k and v."""
-    return [
-        spec
-        for i in range(cfg.num_hidden_layers)
-        for spec in placed(f"layers.{i}.", cfg.mixer(i)[1].state(context))
-    ]
+    return states([[cfg.mixer(i)[1]] for i in range(cfg.num_hidden_layers)], context)
 
 
 def forward(
@@ -188,6 +184,5 @@ def forward(
         normed = nn.rms_norm(x, p["pre_ff_layernorm.weight"], eps)
         y, _ = cfg.feed_forward(i)(under("feed_forward.", p), normed, rows, {})
         x = x + y
-    x = nn.rms_norm(nn.last_valid(x, lengths), params["final_layernorm.weight"], eps)
     head = params["embed_tokens.weight" if cfg.tie_word_embeddings else "lm_head.weight"]
-    return nn.linear(x, head)[:, 0], new
+    return nn.logits(x, lengths, params["final_layernorm.weight"], eps, head), new

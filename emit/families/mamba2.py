@@ -14,12 +14,13 @@ from dataclasses import dataclass, replace
 from jax import Array
 
 from emit import config as config_reader
-from emit.blocks.block import Rows, placed, renamed, under
+from emit.blocks.backbone import Backbone
+from emit.blocks.block import Rows
 from emit.blocks.mamba2 import Mamba2
 from emit.errors import EmitError
 from emit.ops import nn
 from emit.state import StateSpec
-from emit.weights import WeightMap, matrix, vector, with_head
+from emit.weights import WeightMap
 
 # Keys that do not change the graph: initialisation (time_step_*, rescale_prenorm_residual), the
 # reference's own scan chunk (the result does not depend on it), residual_in_fp32 (the residual
@@ -100,25 +101,28 @@ class Config:
             self.use_conv_bias,
         )
 
+    @property
+    def backbone(self) -> Backbone:
+        """The whole model."""
+        return Backbone(
+            self.vocab_size,
+            self.hidden_size,
+            self.layer_norm_epsilon,
+            self.tie_word_embeddings,
+            (self.mixer,) * self.num_hidden_layers,
+            # The first published checkpoints say `embedding`.
+            embeddings=("backbone.embeddings.weight", "backbone.embedding.weight"),
+        )
+
 
 def weights(cfg: Config) -> WeightMap:
     """Canonical names are the checkpoint's without `backbone.`."""
-    table = (cfg.vocab_size, cfg.hidden_size)
-    # The first published checkpoints say `embedding`.
-    names = ("backbone.embeddings.weight", "backbone.embedding.weight")
-    rows = [matrix("embeddings.weight", table, *names)]
-    for i in range(cfg.num_hidden_layers):
-        base = f"layers.{i}."
-        rows.append(vector(base + "norm.weight", cfg.hidden_size, "backbone.", offset=1.0))
-        rows += cfg.mixer.params(base + "mixer.", f"backbone.{base}mixer.")
-    rows.append(vector("norm_f.weight", cfg.hidden_size, "backbone.", offset=1.0))
-    return with_head(rows, table, "embeddings.weight", cfg.tie_word_embeddings)
+    return cfg.backbone.weights()
 
 
 def state(cfg: Config, context: int | None) -> list[StateSpec]:
     """Per layer the mixer's convolution tail and SSD state."""
-    each = cfg.mixer.state(context)
-    return [s for i in range(cfg.num_hidden_layers) for s in placed(f"layers.{i}.", each)]
+    return cfg.backbone.state(context)
 
 
 def forward(
@@ -134,15 +138,4 @@ def forward(
     tokens i32[B, T], the first lengths[b] (i32[B]) of a row valid; positions i32[B] is the position
     of each row's first token, which a model without positions does not read.
     """
-    rows, new = Rows(lengths, positions), {}
-    x = nn.embed(tokens, params["embeddings.weight"])
-    for i in range(cfg.num_hidden_layers):
-        at = f"layers.{i}."
-        p = under(at, params)
-        normed = nn.rms_norm(x, p["norm.weight"], cfg.layer_norm_epsilon)
-        y, after = cfg.mixer(under("mixer.", p), normed, rows, under(at, state))
-        new |= renamed(at, after)
-        x = x + y
-    x = nn.rms_norm(nn.last_valid(x, lengths), params["norm_f.weight"], cfg.layer_norm_epsilon)
-    head = params["embeddings.weight" if cfg.tie_word_embeddings else "lm_head.weight"]
-    return nn.linear(x, head)[:, 0], new
+    return cfg.backbone.forward(params, tokens, Rows(lengths, positions), state)

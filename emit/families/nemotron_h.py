@@ -25,7 +25,8 @@ from jax import Array
 
 from emit import config as config_reader
 from emit.blocks.attention import Attention
-from emit.blocks.block import Block, Rows, placed, renamed, under
+from emit.blocks.backbone import Backbone
+from emit.blocks.block import Block, Rows
 from emit.blocks.mamba2 import Mamba2
 from emit.blocks.mlp import Mlp
 from emit.blocks.moe import Moe
@@ -34,9 +35,8 @@ from emit.errors import EmitError
 from emit.ops import nn
 from emit.ops.moe import Routing
 from emit.state import StateSpec
-from emit.weights import WeightMap, matrix, vector, with_head
+from emit.weights import WeightMap
 
-PREFIX = "backbone."
 LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 WORDS = {"linear_attention": "mamba", "full_attention": "attention"}
 
@@ -202,6 +202,18 @@ class Config:
             shared=self._mlp(self.moe_shared_expert_intermediate_size),
         )
 
+    @property
+    def backbone(self) -> Backbone:
+        """The whole model."""
+        return Backbone(
+            self.vocab_size,
+            self.hidden_size,
+            self.layer_norm_epsilon,
+            self.tie_word_embeddings,
+            tuple(map(self.mixer, range(self.num_hidden_layers))),
+            unused=frozenset({"mtp."}),
+        )
+
 
 def _kinds(given: dict[str, Any]) -> list[str]:
     """Takes the layers' kinds, in any dialect, out of a raw config. Raises EmitError."""
@@ -232,24 +244,12 @@ def _kinds(given: dict[str, Any]) -> list[str]:
 
 def weights(cfg: Config) -> WeightMap:
     """Canonical names are the checkpoint's without `backbone.`."""
-    table = (cfg.vocab_size, cfg.hidden_size)
-    rows = [matrix("embeddings.weight", table, PREFIX + "embeddings.weight")]
-    for i in range(cfg.num_hidden_layers):
-        base = f"layers.{i}."
-        rows.append(vector(base + "norm.weight", cfg.hidden_size, PREFIX, offset=1.0))
-        rows += cfg.mixer(i).params(base + "mixer.", f"{PREFIX}{base}mixer.")
-    rows.append(vector("norm_f.weight", cfg.hidden_size, PREFIX, offset=1.0))
-    known = with_head(rows, table, "embeddings.weight", cfg.tie_word_embeddings)
-    return WeightMap(known.params, frozenset({"mtp."}), known.copies)
+    return cfg.backbone.weights()
 
 
 def state(cfg: Config, context: int | None) -> list[StateSpec]:
     """Per Mamba2 layer its convolution tail and SSD state, per attention layer its KV cache."""
-    return [
-        spec
-        for i in range(cfg.num_hidden_layers)
-        for spec in placed(f"layers.{i}.", cfg.mixer(i).state(context))
-    ]
+    return cfg.backbone.state(context)
 
 
 def forward(
@@ -265,15 +265,4 @@ def forward(
     tokens i32[B, T], the first lengths[b] (i32[B]) of a row valid; positions i32[B] is the position
     of each row's first token.
     """
-    rows, new = Rows(lengths, positions), {}
-    x = nn.embed(tokens, params["embeddings.weight"])
-    for i in range(cfg.num_hidden_layers):
-        at = f"layers.{i}."
-        p = under(at, params)
-        normed = nn.rms_norm(x, p["norm.weight"], cfg.layer_norm_epsilon)
-        y, after = cfg.mixer(i)(under("mixer.", p), normed, rows, under(at, state))
-        new |= renamed(at, after)
-        x = x + y
-    x = nn.rms_norm(nn.last_valid(x, lengths), params["norm_f.weight"], cfg.layer_norm_epsilon)
-    head = params["embeddings.weight" if cfg.tie_word_embeddings else "lm_head.weight"]
-    return nn.linear(x, head)[:, 0], new
+    return cfg.backbone.forward(params, tokens, Rows(lengths, positions), state)

@@ -36,7 +36,7 @@ from jax import Array
 
 from emit import config as config_reader
 from emit.blocks.attention import Attention
-from emit.blocks.block import Block, Rows, placed, renamed, under
+from emit.blocks.block import Block, Rows, renamed, states, under
 from emit.blocks.mlp import Mlp
 from emit.blocks.plamo_mamba import PlamoMamba
 from emit.config import Count
@@ -239,11 +239,7 @@ def second_half(tensor: np.ndarray) -> np.ndarray:
 
 def state(cfg: Config, context: int | None) -> list[StateSpec]:
     """Per Mamba layer the convolution tail and SSD state, per attention layer keys and values."""
-    return [
-        spec
-        for i in range(cfg.num_hidden_layers)
-        for spec in placed(f"layers.{i}.", cfg.mixer(i).state(context))
-    ]
+    return states([[cfg.mixer(i)] for i in range(cfg.num_hidden_layers)], context)
 
 
 def forward(
@@ -275,6 +271,5 @@ def forward(
         x = x + norm(p, "post_mixer_norm", y)
         y, _ = cfg.mlp(under("mlp.", p), norm(p, "pre_mlp_norm", x), rows, {})
         x = x + norm(p, "post_mlp_norm", y)
-    x = nn.rms_norm(nn.last_valid(x, lengths), params["norm.weight"] + 1.0, cfg.rms_norm_eps)
     head = params["embed_tokens.weight" if cfg.tie_word_embeddings else "lm_head.weight"]
-    return nn.linear(x, head)[:, 0], new
+    return nn.logits(x, lengths, params["norm.weight"] + 1.0, cfg.rms_norm_eps, head), new

@@ -88,6 +88,14 @@ def last_valid(x: Array, lengths: Array) -> Array:
     return jnp.stack(rows)
 
 
+def logits(x: Array, lengths: Array, norm: Array, eps: float, table: Array) -> Array:
+    """The head on the norm of each row's last valid token: x f32[B, T, K] -> f32[B, V].
+
+    lengths i32[B], norm f32[K], table [V, K].
+    """
+    return linear(rms_norm(last_valid(x, lengths), norm, eps), table)[:, 0]
+
+
 def matmul(a: Array, b: Array) -> Array:
     """`a @ b` over the last two axes: [..., M, K] and [..., K, N] -> [..., M, N], float32.
 
