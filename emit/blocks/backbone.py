@@ -1,66 +1,127 @@
-"""A model of one mixer a layer, as the Mamba families and Nemotron-H are.
+"""A model of residual branches, as most families are.
 
-x += mixer[i](rms(x))    for each layer i;    logits = head(rms(x))
+x = embed(tokens) scale;  x += block(rms(x)) for each branch of each layer;  logits = head(rms(x))
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from jax import Array
 
 from emit.blocks.block import Block, Rows, State, renamed, states, under
 from emit.ops import nn
 from emit.state import StateSpec
-from emit.weights import WeightMap, matrix, vector, with_head
+from emit.weights import Param, WeightMap, matrix, vector, with_head
 
-PREFIX = "backbone."
+
+@dataclass(frozen=True)
+class Branch:
+    """`x += block(rms(x))`: the names, in its layer, of its norm and of its block.
+
+    `also` are other names that the block may have in a checkpoint.
+    """
+
+    norm: str
+    name: str
+    block: Block
+    also: tuple[str, ...] = ()
+
+    def params(self, layer: str, prefix: str) -> list[Param]:
+        """The block's parameters, each with the names that a checkpoint may have for it."""
+        at = layer + self.name + "."
+        rows = self.block.params(at, prefix + at)
+        for name in self.also:
+            others = self.block.params(at, f"{prefix}{layer}{name}.")
+            assert not any(row.parts for row in rows), "a stack has one name"
+            rows = [
+                replace(row, source=row.source + other.source)
+                for row, other in zip(rows, others, strict=True)
+            ]
+        return rows
 
 
 @dataclass(frozen=True)
 class Backbone:
-    """The layers' mixers and what stands around them.
+    """The layers' branches and what stands around them.
 
-    `embeddings` are the names the token table may have in a checkpoint, `tied` says that the head
-    is that table; `unused` is that of the weight map.
+    Canonical names are the checkpoint's without `prefix`. `table` and `last` are the names of the
+    embeddings and of the last norm, `also` other names of the embeddings in a checkpoint, prefix
+    and all. `norm_offset` is what the model adds to the weights of its norms, `scale` what it
+    multiplies embeddings by; with `softcap` the logits are softcap tanh(logits / softcap). `tied`
+    says that the head is the embeddings; `unused` is that of the weight map.
     """
 
     vocab_size: int
     hidden_size: int
     eps: float
     tied: bool
-    mixers: tuple[Block, ...]
-    embeddings: tuple[str, ...] = (PREFIX + "embeddings.weight",)
+    layers: tuple[tuple[Branch, ...], ...]
+    prefix: str = "model."
+    table: str = "embed_tokens"
+    last: str = "norm"
+    also: tuple[str, ...] = ()
+    norm_offset: float = 0.0
+    scale: float = 1.0
+    softcap: float | None = None
     unused: frozenset[str] = frozenset()
 
     def weights(self) -> WeightMap:
-        """Canonical names are the checkpoint's without `backbone.`."""
-        table = (self.vocab_size, self.hidden_size)
-        rows = [matrix("embeddings.weight", table, *self.embeddings)]
-        for i, mixer in enumerate(self.mixers):
-            base = f"layers.{i}."
-            rows.append(vector(base + "norm.weight", self.hidden_size, PREFIX, offset=1.0))
-            rows += mixer.params(base + "mixer.", f"{PREFIX}{base}mixer.")
-        rows.append(vector("norm_f.weight", self.hidden_size, PREFIX, offset=1.0))
-        return with_head(rows, table, "embeddings.weight", self.tied, self.unused)
+        """The token table, each layer's norms and blocks, the last norm and the head."""
+        size = (self.vocab_size, self.hidden_size)
+        table = self.table + ".weight"
+        rows = [matrix(table, size, self.prefix + table, *self.also)]
+        for i, branches in enumerate(self.layers):
+            for branch in branches:
+                rows.append(self._norm(f"layers.{i}.{branch.norm}"))
+                rows += branch.params(f"layers.{i}.", self.prefix)
+        rows.append(self._norm(self.last))
+        return with_head(rows, size, table, self.tied, self.unused)
+
+    def _norm(self, name: str) -> Param:
+        offset = 1.0 - self.norm_offset
+        return vector(name + ".weight", self.hidden_size, self.prefix, offset=offset)
 
     def state(self, context: int | None) -> list[StateSpec]:
-        """The state of every layer's mixer."""
-        return states([[mixer] for mixer in self.mixers], context)
+        """The state of every layer's blocks."""
+        return states([[branch.block for branch in each] for each in self.layers], context)
 
     def forward(
         self, params: Mapping[str, Array], tokens: Array, rows: Rows, state: State
     ) -> tuple[Array, dict[str, Array]]:
         """tokens i32[B, T] -> (logits f32[B, V] of each row's last valid token, new state)."""
         new: dict[str, Array] = {}
-        x = nn.embed(tokens, params["embeddings.weight"])
-        for i, mixer in enumerate(self.mixers):
+        x = nn.embed(tokens, params[self.table + ".weight"])
+        if self.scale != 1.0:
+            x = x * self.scale
+        for i, branches in enumerate(self.layers):
             at = f"layers.{i}."
-            p = under(at, params)
-            normed = nn.rms_norm(x, p["norm.weight"], self.eps)
-            y, after = mixer(under("mixer.", p), normed, rows, under(at, state))
-            new |= renamed(at, after)
-            x = x + y
-        head = params["embeddings.weight" if self.tied else "lm_head.weight"]
-        return nn.logits(x, rows.lengths, params["norm_f.weight"], self.eps, head), new
+            p, own = under(at, params), under(at, state)
+            for branch in branches:
+                normed = nn.rms_norm(x, self._weight(p, branch.norm), self.eps)
+                y, after = branch.block(under(branch.name + ".", p), normed, rows, own)
+                new |= renamed(at, after)
+                x = x + y
+        head = params[f"{self.table if self.tied else 'lm_head'}.weight"]
+        y = nn.logits(x, rows.lengths, self._weight(params, self.last), self.eps, head)
+        return y if self.softcap is None else nn.softcap(y, self.softcap), new
+
+    def _weight(self, p: Mapping[str, Array], name: str) -> Array:
+        weight = p[name + ".weight"]
+        return weight if self.norm_offset == 0.0 else weight + self.norm_offset
+
+
+def mixers(
+    vocab_size: int,
+    hidden_size: int,
+    eps: float,
+    tied: bool,
+    blocks: Sequence[Block],
+    also: tuple[str, ...] = (),
+    unused: frozenset[str] = frozenset(),
+) -> Backbone:
+    """A model of one mixer a layer, named as the Mamba families name it."""
+    layers = tuple((Branch("norm", "mixer", block),) for block in blocks)
+    names = ("backbone.", "embeddings", "norm_f")
+    return Backbone(vocab_size, hidden_size, eps, tied, layers, *names, also=also, unused=unused)

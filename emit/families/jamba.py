@@ -21,7 +21,8 @@ from jax import Array
 
 from emit import config as config_reader
 from emit.blocks.attention import Attention
-from emit.blocks.block import Block, Rows, renamed, states, under
+from emit.blocks.backbone import Backbone, Branch
+from emit.blocks.block import Block, Rows
 from emit.blocks.mamba1 import Mamba1
 from emit.blocks.mlp import Mlp
 from emit.blocks.moe import Moe, Names
@@ -30,7 +31,7 @@ from emit.errors import EmitError
 from emit.ops import nn
 from emit.ops.moe import Routing
 from emit.state import StateSpec
-from emit.weights import WeightMap, matrix, vector, with_head
+from emit.weights import WeightMap
 
 # Training alone (attention_dropout, router_*), which of the library's equal implementations runs
 # (use_*), how many logits it computes, the length trained for (the model has no positions).
@@ -115,8 +116,8 @@ class Config:
         if i % self.attn_layer_period == self.attn_layer_offset:
             assert self.num_key_value_heads is not None and self.head_dim is not None
             heads = (self.num_attention_heads, self.num_key_value_heads)
-            return "self_attn.", Attention(self.hidden_size, *heads, self.head_dim)
-        return "mamba.", Mamba1(
+            return "self_attn", Attention(self.hidden_size, *heads, self.head_dim)
+        return "mamba", Mamba1(
             hidden_size=self.hidden_size,
             inner=self.mamba_expand * self.hidden_size,
             state_size=self.mamba_d_state,
@@ -137,26 +138,28 @@ class Config:
         routing = Routing(self.num_experts_per_tok)
         return Moe(*sizes, self.num_experts, self.hidden_act, routing, names=Names(router="router"))
 
+    @property
+    def backbone(self) -> Backbone:
+        """The whole model."""
+        layers = tuple(
+            (
+                Branch("input_layernorm", *self.mixer(i)),
+                Branch("pre_ff_layernorm", "feed_forward", self.feed_forward(i)),
+            )
+            for i in range(self.num_hidden_layers)
+        )
+        sizes = (self.vocab_size, self.hidden_size, self.rms_norm_eps)
+        return Backbone(*sizes, self.tie_word_embeddings, layers, last="final_layernorm")
+
 
 def weights(cfg: Config) -> WeightMap:
     """Canonical names are the checkpoint's without `model.`."""
-    table = (cfg.vocab_size, cfg.hidden_size)
-    rows = [matrix("embed_tokens.weight", table, "model.embed_tokens.weight")]
-    for i in range(cfg.num_hidden_layers):
-        base = f"layers.{i}."
-        name, mixer = cfg.mixer(i)
-        rows.append(vector(base + "input_layernorm.weight", cfg.hidden_size, "model.", offset=1.0))
-        rows += mixer.params(base + name, f"model.{base}{name}")
-        rows.append(vector(base + "pre_ff_layernorm.weight", cfg.hidden_size, "model.", offset=1.0))
-        ffn = base + "feed_forward."
-        rows += cfg.feed_forward(i).params(ffn, "model." + ffn)
-    rows.append(vector("final_layernorm.weight", cfg.hidden_size, "model.", offset=1.0))
-    return with_head(rows, table, "embed_tokens.weight", cfg.tie_word_embeddings)
+    return cfg.backbone.weights()
 
 
 def state(cfg: Config, context: int | None) -> list[StateSpec]:
     """Per Mamba layer its convolution tail and hidden state, per attention layer k and v."""
-    return states([[cfg.mixer(i)[1]] for i in range(cfg.num_hidden_layers)], context)
+    return cfg.backbone.state(context)
 
 
 def forward(
@@ -172,17 +175,4 @@ def forward(
     tokens i32[B, T], the first lengths[b] (i32[B]) of a row valid; positions i32[B] is the position
     of each row's first token, by which attention layers find their place in the KV cache.
     """
-    rows, new, eps = Rows(lengths, positions), {}, cfg.rms_norm_eps
-    x = nn.embed(tokens, params["embed_tokens.weight"])
-    for i in range(cfg.num_hidden_layers):
-        at = f"layers.{i}."
-        p, (name, mixer) = under(at, params), cfg.mixer(i)
-        normed = nn.rms_norm(x, p["input_layernorm.weight"], eps)
-        y, after = mixer(under(name, p), normed, rows, under(at, state))
-        new |= renamed(at, after)
-        x = x + y
-        normed = nn.rms_norm(x, p["pre_ff_layernorm.weight"], eps)
-        y, _ = cfg.feed_forward(i)(under("feed_forward.", p), normed, rows, {})
-        x = x + y
-    head = params["embed_tokens.weight" if cfg.tie_word_embeddings else "lm_head.weight"]
-    return nn.logits(x, lengths, params["final_layernorm.weight"], eps, head), new
+    return cfg.backbone.forward(params, tokens, Rows(lengths, positions), state)

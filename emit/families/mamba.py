@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from jax import Array
 
 from emit import config as config_reader
-from emit.blocks.backbone import Backbone
+from emit.blocks.backbone import Backbone, mixers
 from emit.blocks.block import Rows
 from emit.blocks.mamba1 import Mamba1
 from emit.errors import EmitError
@@ -99,14 +99,14 @@ class Config:
     @property
     def backbone(self) -> Backbone:
         """The whole model."""
-        return Backbone(
+        return mixers(
             self.vocab_size,
             self.hidden_size,
             self.layer_norm_epsilon,
             self.tie_word_embeddings,
             (self.mixer,) * self.num_hidden_layers,
             # The first published checkpoints say `embedding`.
-            embeddings=("backbone.embeddings.weight", "backbone.embedding.weight"),
+            also=("backbone.embedding.weight",),
         )
 
 

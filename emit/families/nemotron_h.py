@@ -25,7 +25,7 @@ from jax import Array
 
 from emit import config as config_reader
 from emit.blocks.attention import Attention
-from emit.blocks.backbone import Backbone
+from emit.blocks.backbone import Backbone, mixers
 from emit.blocks.block import Block, Rows
 from emit.blocks.mamba2 import Mamba2
 from emit.blocks.mlp import Mlp
@@ -205,7 +205,7 @@ class Config:
     @property
     def backbone(self) -> Backbone:
         """The whole model."""
-        return Backbone(
+        return mixers(
             self.vocab_size,
             self.hidden_size,
             self.layer_norm_epsilon,

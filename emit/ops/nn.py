@@ -96,6 +96,11 @@ def logits(x: Array, lengths: Array, norm: Array, eps: float, table: Array) -> A
     return linear(rms_norm(last_valid(x, lengths), norm, eps), table)[:, 0]
 
 
+def softcap(x: Array, cap: float) -> Array:
+    """`cap tanh(x / cap)` (arXiv:2408.00118, section 2)."""
+    return cap * jnp.tanh(x / cap)
+
+
 def matmul(a: Array, b: Array) -> Array:
     """`a @ b` over the last two axes: [..., M, K] and [..., K, N] -> [..., M, N], float32.
 
