@@ -31,6 +31,7 @@ def _named(origin: object) -> Iterator[None]:
 
 def _convert(args: argparse.Namespace) -> None:
     from emit.checkpoint import open_checkpoint
+    from emit.dequant import dequantized
     from emit.entry import Model
     from emit.weights import convert
 
@@ -39,18 +40,21 @@ def _convert(args: argparse.Namespace) -> None:
         _check_config(json.loads(args.expect_config), checkpoint.config, args.checkpoint)
     with _named(args.checkpoint):
         weight_map = Model.of(checkpoint.config).weight_map
-        convert(weight_map, checkpoint, args.weights, args.out)
+        source = dequantized(checkpoint, checkpoint.config)
+        convert(weight_map, source, args.weights, args.out)
 
 
 def _type(args: argparse.Namespace) -> None:
     from emit.checkpoint import open_checkpoint
+    from emit.dequant import dequantized
     from emit.entry import Model
     from emit.weights import checkpoint_type, resolve
 
     checkpoint = open_checkpoint(args.checkpoint)
     with _named(args.checkpoint):
         weight_map = Model.of(checkpoint.config).weight_map
-    word = checkpoint_type(weight_map, checkpoint, resolve(weight_map, checkpoint))
+        source = dequantized(checkpoint, checkpoint.config)
+        word = checkpoint_type(weight_map, source, resolve(weight_map, source))
     (args.out / "type.txt").write_text(word + "\n")
 
 

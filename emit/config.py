@@ -132,6 +132,12 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, float) and not math.isnan(value)
 
 
+def alike(layers: Any) -> list[str]:
+    """`layer_types` of a recurrent model of so many equal layers, whatever `layers` is."""
+    count = layers if isinstance(layers, int) and 0 < layers < 1000 else 0
+    return ["linear_attention"] * count
+
+
 def token_ids(value: Any) -> tuple[int, ...]:
     """`eos_token_id` as a tuple: null, an int or a list of ints."""
     if value is None:

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, ShapeDtypeStruct
 
-from emit import config
+from emit import config, dequant
 from emit.errors import EmitError
 from emit.shape import Shape
 from emit.state import DTYPES, WORDS, StateSpec
@@ -55,6 +55,8 @@ class Model:
     def of(cls, raw: Mapping[str, Any], context: int | None = None) -> Model:
         """Find the family named by `model_type` and read `raw` (a parsed config.json).
 
+        What a checkpoint is quantised by is checked and left out: the model is the same.
+
         A model with a KV cache and no `context` gets DEFAULT_CONTEXT tokens, or as many as it was
         trained on where those are fewer.
         """
@@ -64,6 +66,7 @@ class Model:
         if importlib.util.find_spec(f"emit.families.{name}") is None:
             raise EmitError(f"config.json: model_type = {name!r} is not a supported family")
         family: Any = importlib.import_module(f"emit.families.{name}")
+        raw = dequant.plain(raw)
         cfg = family.Config.read(raw)
         if context is None:
             trained = raw.get("max_position_embeddings")

@@ -15,6 +15,7 @@ import numpy as np
 
 from emit import expect, weights
 from emit.checkpoint import open_checkpoint
+from emit.dequant import dequantized
 from emit.entry import Model
 
 State = dict[str, Any]
@@ -35,7 +36,8 @@ class Driver:
         opened = open_checkpoint(checkpoint)
         model = Model.of(opened.config, context)
         with tempfile.TemporaryDirectory() as out:
-            weights.convert(model.weight_map, opened, kind, Path(out))
+            source = dequantized(opened, opened.config)
+            weights.convert(model.weight_map, source, kind, Path(out))
             params = expect.load_params(model, kind, Path(out) / "params.irpa")
             return cls(model, {name: jnp.array(p, copy=True) for name, p in params.items()})
 

@@ -57,8 +57,7 @@ class Config:
     @classmethod
     def read(cls, raw: Mapping[str, object]) -> Config:
         """Read either dialect of config.json; EmitError lists every key that does not fit."""
-        layers = raw.get("num_hidden_layers", cls.num_hidden_layers)
-        kinds = ["linear_attention"] * (layers if isinstance(layers, int) and layers < 1000 else 0)
+        kinds = config_reader.alike(raw.get("num_hidden_layers", cls.num_hidden_layers))
         only = {"rms_norm": True, "layer_types": kinds}
         cfg = config_reader.read(cls, raw, ignored=IGNORED, only=only)
         inner, acts = cfg.num_heads * cfg.head_dim, sorted(nn.ACTIVATIONS)

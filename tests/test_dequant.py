@@ -1,0 +1,179 @@
+"""Quantised checkpoints: the numbers they stand for, and those that are refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import cases
+import ml_dtypes
+import numpy as np
+import pytest
+import safetensors.numpy
+from driver import Driver
+
+from emit.__main__ import main
+from emit.checkpoint import open_checkpoint
+from emit.dequant import Fp8, dequantized
+from emit.entry import Model
+from emit.errors import EmitError
+
+F8 = ml_dtypes.float8_e4m3fn
+BASE = "mamba2/plain"
+LARGEST = 448.0  # of e4m3
+
+
+def narrowed(weight: np.ndarray, block: tuple[int, int] | None) -> tuple[np.ndarray, np.ndarray]:
+    """Codes and scales of a matrix, a block at a time."""
+    rows, columns = block or weight.shape
+    grid = [-(-weight.shape[0] // rows), -(-weight.shape[1] // columns)]
+    codes, scales = np.zeros(weight.shape, F8), np.zeros(grid, np.float32)
+    for i, j in np.ndindex(*grid):
+        at = np.s_[i * rows : (i + 1) * rows, j * columns : (j + 1) * columns]
+        scales[i, j] = np.abs(weight[at]).max() / LARGEST
+        codes[at] = (weight[at] / scales[i, j]).astype(F8)
+    return codes, scales if block else scales.reshape(())
+
+
+def read(directory: Path) -> dict[str, Any]:
+    """All tensors of a checkpoint of one file."""
+    opened = open_checkpoint(directory)
+    return {name: np.array(opened.read(name)) for name in opened.tensors}
+
+
+def quantise(
+    directory: Path, block: tuple[int, int] | None, skip: tuple[str, ...] = (), **keys: Any
+) -> dict[str, np.ndarray]:
+    """Make the checkpoint fp8, all projections but those in `skip`; returns what they become."""
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": None if block is None else list(block),
+        "modules_to_not_convert": list(skip),
+        **keys,
+    }
+    (directory / "config.json").write_text(json.dumps(config))
+    tensors = read(directory)
+    means: dict[str, np.ndarray] = {}
+    for name in [n for n in tensors if n.endswith("proj.weight")]:
+        if name.removesuffix(".weight") in skip:
+            continue
+        tensors[name], scales = narrowed(tensors[name], block)
+        tensors[name + "_scale_inv"] = scales
+        rows, columns = block or tensors[name].shape
+        means[name] = tensors[name].astype(np.float32)
+        for (i, j), scale in np.ndenumerate(scales.reshape(-1, scales.shape[-1] if block else 1)):
+            means[name][i * rows : (i + 1) * rows, j * columns : (j + 1) * columns] *= scale
+    safetensors.numpy.save_file(tensors, directory / "model.safetensors")
+    return means
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Path:
+    """A checkpoint that is not quantised."""
+    return cases.build(cases.find(BASE), tmp_path / "checkpoint")
+
+
+@pytest.mark.parametrize("block", [(16, 24), (128, 128), None])
+def test_fp8_reads_as_code_times_scale(plain: Path, block: tuple[int, int] | None) -> None:
+    skipped = "backbone.layers.1.mixer.in_proj"
+    before = open_checkpoint(plain)
+    whole = np.array(before.read(skipped + ".weight"))
+    means = quantise(plain, block, (skipped,))
+    opened = open_checkpoint(plain)
+    source = dequantized(opened, opened.config)
+    assert means and source.tensors.keys() == before.tensors.keys()
+    for name, mean in means.items():
+        got = source.read(name)
+        assert got.dtype == np.float32 and source.tensors[name].dtype == "f32"
+        np.testing.assert_array_equal(got, mean)
+    np.testing.assert_array_equal(source.read(skipped + ".weight"), whole)
+
+
+def test_a_quantised_checkpoint_converts_and_runs(plain: Path, tmp_path: Path) -> None:
+    """Its logits are those of the numbers it stands for, written as float32."""
+    means = quantise(plain, (32, 32))
+    out = tmp_path / "out"
+    assert main(["convert", str(plain), "--weights", "bf16", "--out", str(out)]) == 0
+    assert main(["type", str(plain), "--out", str(out)]) == 0
+    assert (out / "type.txt").read_text() == "f32\n"
+    found = Driver.load(plain)
+    tensors = read(plain)
+    kept = {n: t for n, t in tensors.items() if not n.endswith("_scale_inv")} | means
+    safetensors.numpy.save_file(kept, plain / "model.safetensors")
+    config = json.loads((plain / "config.json").read_text())
+    del config["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(config))
+    wanted = Driver.load(plain)
+    assert found.params.keys() == wanted.params.keys()
+    for name, value in wanted.params.items():
+        np.testing.assert_array_equal(np.asarray(found.params[name]), np.asarray(value))
+
+
+@pytest.mark.oracle
+def test_fp8_is_read_as_the_library_reads_it() -> None:
+    import torch
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    rng = np.random.default_rng(0)
+    codes, scales = narrowed(rng.standard_normal((96, 64)).astype(np.float32), (32, 16))
+    theirs = Fp8Dequantize(None)._dequantize_one(
+        torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn), torch.from_numpy(scales)
+    )
+    np.testing.assert_array_equal(Fp8((32, 16)).widen(codes, scales), theirs.numpy())
+
+
+def refused(directory: Path) -> str:
+    """The one line that reading `directory` is refused with."""
+    with pytest.raises(EmitError) as caught:
+        opened = open_checkpoint(directory)
+        Model.of(opened.config)
+        _ = dequantized(opened, opened.config).tensors
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("keys", "line"),
+    [
+        ({"fmt": "e5m2"}, 'fmt = "e5m2" is not supported'),
+        ({"scale_fmt": "ue8m0"}, 'scale_fmt = "ue8m0" is not supported'),
+        ({"expert_dtype": "fp4"}, 'expert_dtype = "fp4" is not supported'),
+        ({"group_size": 64}, "group_size = 64 is not supported"),
+        ({"weight_block_size": [128]}, "weight_block_size = [128], expected two sizes"),
+        ({"weight_block_size": [128, 0]}, "weight_block_size = [128, 0], expected two sizes"),
+        ({"quant_method": "gptq"}, '"gptq"'),
+    ],
+)
+def test_other_ways_are_refused_by_name(plain: Path, keys: Mapping[str, Any], line: str) -> None:
+    quantise(plain, (16, 16), **keys)
+    assert line in refused(plain)
+
+
+def test_codes_and_scales_must_go_together(plain: Path) -> None:
+    quantise(plain, (16, 16))
+    path = plain / "model.safetensors"
+    good = read(plain)
+    name = next(n for n in good if n.endswith("_scale_inv"))
+    codes = name.removesuffix("_scale_inv")
+    for change, line in (
+        ({name: None}, f"{codes} is f8_e4m3 and {name} is missing"),
+        ({name: good[name][:1]}, f"{name} has shape"),
+        ({codes: good[codes].astype(np.float32)}, f"{name} scales no f8_e4m3 tensor"),
+    ):
+        changed = {n: t for n, t in (good | change).items() if t is not None}
+        safetensors.numpy.save_file(changed, path)
+        assert line in refused(plain)
+
+
+def test_codes_without_a_config_are_refused(plain: Path, tmp_path: Path, capsys: Any) -> None:
+    """Nothing is guessed from the tensors."""
+    quantise(plain, (16, 16))
+    config = json.loads((plain / "config.json").read_text())
+    del config["quantization_config"]
+    (plain / "config.json").write_text(json.dumps(config))
+    assert main(["convert", str(plain), "--weights", "f32", "--out", str(tmp_path / "o")]) == 1
+    assert "_scale_inv is not a tensor of this family" in capsys.readouterr().err
