@@ -1,0 +1,134 @@
+"""RWKV-7's generalised delta rule, arXiv:2503.14456 (section 4, "The Weighted Key Value State").
+
+    S[t] = S[t-1] (diag(w[t]) + a[t] b[t]^T) + v[t] k[t]^T
+    y[t] = S[t] r[t]
+
+The model gives a = -kappa and b = kappa * (in-context learning rate), with kappa of length 1.
+
+| tensor  | shape        | meaning                                                       |
+|---------|--------------|---------------------------------------------------------------|
+| r       | [B, T, H, K] | receptance (`step`: T = 1)                                    |
+| log_w   | [B, T, H, K] | logarithm of the decay of each channel, -exp(-1/2) ≤ log_w ≤ 0 |
+| k, v    | [B, T, H, K], [B, T, H, V] | what is added                                   |
+| a, b    | [B, T, H, K] | what is removed, and where                                    |
+| y       | [B, T, H, V] | output                                                        |
+| state   | [B, H, V, K] | S                                                             |
+
+Everything is float32. Identity update for padding: log_w = 0, k = 0 and a = 0, which leave S as it
+is exactly.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from emit.ops import nn
+
+
+def step(
+    r: Array, log_w: Array, k: Array, v: Array, a: Array, b: Array, state: Array
+) -> tuple[Array, Array]:
+    """One token: r [B, 1, H, K] -> (y [B, 1, H, V], state).
+
+    S r is taken as S[t-1] (w r) + u (b r) + v (k r) with u = S[t-1] a, so that nothing reads the
+    new state: it is then written straight to where the caller wants it.
+    """
+    r, w, k, v, a, b = (x[:, 0] for x in (r, jnp.exp(log_w), k, v, a, b))
+    u = jnp.sum(state * a[:, :, None, :], axis=-1)  # [B, H, V]
+    read = jnp.sum(state * (w * r)[:, :, None, :], axis=-1)
+    dots = (jnp.sum(x * r, axis=-1, keepdims=True) for x in (b, k))  # [B, H, 1] each
+    removed, added = dots
+    y = read + u * removed + v * added
+    new = state * w[:, :, None, :] + u[..., None] * b[:, :, None, :]
+    return y[:, None], new + v[..., None] * k[:, :, None, :]
+
+
+def scan(
+    r: Array,
+    log_w: Array,
+    k: Array,
+    v: Array,
+    a: Array,
+    b: Array,
+    state: Array,
+    chunk: int,
+) -> tuple[Array, Array]:
+    """T tokens in chunks of Q = `chunk` (T is padded up to a multiple): -> (y [B, T, H, V], state).
+
+    With G[t] the product of the decays up to and with t, and u[t] = S[t-1] a[t], in one chunk
+
+        S[t] = S[0] G[t] + sum over j <= t of (u[j] b[j]^T + v[j] k[j]^T) G[t] / G[j]
+
+    1. Products of pairs of tokens, decays between them included: a and r with b and k. They are
+       products of vectors scaled by G[t] / G[m] and G[m] / G[j], m the middle of the chunk, which
+       a decay of at least exp(-exp(-1/2)) keeps in range for chunks of up to 128.
+    2. u = (I - A)^-1 (a G S[0] + (a k) v), A the products of a and b, j < t: as X + W S[0].
+    3. The recurrence over chunk states, S' = S G + S (W^T b') + (X^T b' + v^T k'), with b' and k'
+       decayed to the chunk's end.
+    4. y = r G S[0] + (r b) u + (r k) v.
+    """
+    T, H, K = r.shape[1:]
+    B, V = r.shape[0], v.shape[3]
+    Q = min(chunk, T)
+    pad = -T % Q
+    n = (T + pad) // Q  # chunks
+
+    def chunks(x: Array) -> Array:  # [B, T, H, C] -> [B, n, H, Q, C]
+        x = jnp.pad(x, [(0, 0), (0, pad), (0, 0), (0, 0)]) if pad else x
+        return x.reshape(B, n, Q, H, x.shape[3]).transpose(0, 1, 3, 2, 4)
+
+    r, log_w, k, v, a, b = (chunks(x) for x in (r, log_w, k, v, a, b))
+    upto = jnp.cumsum(log_w, axis=3)
+    before = upto - log_w
+    middle, end = upto[..., (Q - 1) // 2, None, :], upto[..., -1:, :]
+
+    left = jnp.concatenate([a * jnp.exp(before - middle), r * jnp.exp(upto - middle)], axis=3)  # 1.
+    right = jnp.concatenate([b, k], axis=3) * jnp.tile(jnp.exp(middle - upto), (2, 1))
+    pairs = nn.matmul(left, right.swapaxes(-1, -2))  # [B, n, H, 2Q, 2Q]
+    i, j = nn.iota(Q)[:, None], nn.iota(Q)[None, :]
+    ab = jnp.where(j < i, pairs[..., :Q, :Q], 0.0)
+    ak = jnp.where(j < i, pairs[..., :Q, Q:], 0.0)
+    inclusive = jnp.tile(j <= i, (1, 2))
+    rbk = jnp.where(inclusive, pairs[..., Q:, :], 0.0)
+
+    known = jnp.concatenate([a * jnp.exp(before), nn.matmul(ak, v)], axis=-1)  # 2.
+    solved = nn.matmul(inverse(ab), known)
+    W, X = solved[..., :K], solved[..., K:]
+
+    to_end = jnp.exp(end - upto)  # 3.
+    late_b, late_k = b * to_end, k * to_end
+    removed = nn.matmul(W.swapaxes(-1, -2), late_b)  # [B, n, H, K, K]
+    values = jnp.concatenate([X, v], axis=3).swapaxes(-1, -2)
+    added = nn.matmul(values, jnp.concatenate([late_b, late_k], axis=3))  # [B, n, H, V, K]
+    kept = jnp.exp(end)
+    entering = []
+    for c in range(n):
+        entering.append(state)
+        state = state * kept[:, c] + nn.matmul(state, removed[:, c]) + added[:, c]
+
+    starts = jnp.stack(entering, axis=1).swapaxes(-1, -2)  # 4. [B, n, H, K, V]
+    carried = nn.matmul(jnp.concatenate([W, r * jnp.exp(upto)], axis=3), starts)
+    u = X + carried[..., :Q, :]
+    y = carried[..., Q:, :] + nn.matmul(rbk, jnp.concatenate([u, v], axis=3))
+    return y.transpose(0, 1, 3, 2, 4).reshape(B, T + pad, H, V)[:, :T], state
+
+
+def inverse(lower: Array) -> Array:
+    """(I - A)^-1 of strictly lower triangular A [..., Q, Q].
+
+    Blocks of s rows are joined in pairs, s = 1, 2, 4 …: with P and R the inverses of two
+    neighbours and C the block of A below the first, that of both is [[P, 0], [R C P, R]].
+    """
+    Q, size = lower.shape[-1], 1
+    at = np.arange(Q)
+    found = jnp.asarray(np.eye(Q, dtype=np.float32))
+    while size < Q:
+        # Only what a kernel compares at run time is an operation of the graph, not the divisions.
+        half, whole = (jnp.asarray((at // each).astype(np.int32)) for each in (size, 2 * size))
+        pair = (whole[:, None] == whole[None, :]) & (half[:, None] > half[None, :])
+        below = jnp.where(pair, lower, 0.0)
+        joined = below if size == 1 else nn.matmul(nn.matmul(found, below), found)
+        found, size = found + joined, 2 * size
+    return jnp.broadcast_to(found, lower.shape)
