@@ -51,8 +51,8 @@ def step(
     """One token a row (T = 1): -> (y [B, 1, H, D], keys, values)."""
     C = keys.shape[2]
     place = positions if window is None else jax.lax.rem(positions, C)
-    keys = _write_one(keys, k, place, lengths)
-    values = _write_one(values, v, place, lengths)
+    keys = write_one(keys, k, place, lengths)
+    values = write_one(values, v, place, lengths)
     c, last = jnp.arange(C, dtype=jnp.int32)[None, None, :], positions[:, None, None]
     # In a ring, place c holds the last position that is c mod C: any but those before the first.
     seen = c <= last if window is None else _held(c, last, C) >= 0
@@ -85,15 +85,15 @@ def scan(
     k, v = jnp.where(valid, k, 0.0), jnp.where(valid, v, 0.0)  # even infinite padding is nothing
     c, first = jnp.arange(C, dtype=jnp.int32)[None, None, :], positions[:, None, None]
     if window is None:
-        keys = _write(keys, k, positions, lengths)
-        values = _write(values, v, positions, lengths)
+        keys = write(keys, k, positions, lengths)
+        values = write(values, v, positions, lengths)
         seen = c <= first + t[None, :, None]
-        return _attend_by_blocks(q, [(keys, values, seen)], scale, softcap), keys, values
+        return attend(q, [(keys, values, seen)], scale, softcap), keys, values
     held = _held(c, first - 1, C)
     old = (held >= 0) & (first + t[None, :, None] - held < window)
     own = (t[:, None] >= t[None, :]) & (t[:, None] - t[None, :] < window)
     parts = [(keys, values, old), (k.swapaxes(1, 2), v.swapaxes(1, 2), own[None])]
-    y = _attend_by_blocks(q, parts, scale, softcap)
+    y = attend(q, parts, scale, softcap)
     return y, _write_ring(keys, k, positions, lengths), _write_ring(values, v, positions, lengths)
 
 
@@ -102,13 +102,15 @@ def _held(c: Array, last: Array, C: int) -> Array:
     return last - jax.lax.rem(last - c + C, C)
 
 
-def _attend_by_blocks(
+def attend(
     q: Array, parts: list[tuple[Array, Array, Array]], scale: float, softcap: float | None
 ) -> Array:
-    """`_attend` in halves, quarters… of the tokens, so that scores stay within `SCORES` numbers.
+    """Softmax attention of q [B, T, H, D] over all `parts` -> [B, T, H, D].
 
-    The compiler runs the blocks one after another and gives each the memory of the last. (Blocks of
-    keys would need a running maximum; blocks of tokens change no sum.)
+    A part is (keys [B, G, C, D], values [B, G, C, D], seen bool[B or 1, T, C]). It is done in
+    halves, quarters… of the tokens, so that scores stay within `SCORES` numbers: the compiler runs
+    the blocks one after another and gives each the memory of the last. (Blocks of keys would need a
+    running maximum; blocks of tokens change no sum.)
     """
     T, size = q.shape[1], q.shape[1]
     keys = sum(part[0].shape[2] for part in parts)
@@ -167,8 +169,8 @@ def _product(a: Array, b: Array, contracted: int) -> Array:
     return out.reshape(*batch, *out.shape[1:])
 
 
-def _write_one(region: Array, token: Array, at: Array, lengths: Array) -> Array:
-    """`_write` for T = 1: what all rows write is selected at once, and written row by row."""
+def write_one(region: Array, token: Array, at: Array, lengths: Array) -> Array:
+    """`write` for T = 1: what all rows write is selected at once, and written row by row."""
     B, G, C, D = region.shape
     start = jnp.clip(at, 0, C - 1)
     index = C * nn.iota(B * G).reshape(B, G) + start[:, None]
@@ -182,7 +184,7 @@ def _write_one(region: Array, token: Array, at: Array, lengths: Array) -> Array:
     return region
 
 
-def _write(region: Array, tokens: Array, at: Array, lengths: Array) -> Array:
+def write(region: Array, tokens: Array, at: Array, lengths: Array) -> Array:
     """Put the first lengths[b] rows of `tokens` [B, T, G, D] at places at[b]… of `region`.
 
     Places outside the region are dropped; at[b] may be negative. One slice of W = min(T, C) places
@@ -225,5 +227,5 @@ def _write_ring(region: Array, tokens: Array, positions: Array, lengths: Array) 
         )
         positions, lengths = positions + skipped, lengths - skipped
     start = jax.lax.rem(positions, C)
-    region = _write(region, tokens, start, lengths)
-    return _write(region, tokens, start - C, lengths) if T > 1 else region
+    region = write(region, tokens, start, lengths)
+    return write(region, tokens, start - C, lengths) if T > 1 else region
