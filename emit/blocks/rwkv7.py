@@ -1,0 +1,177 @@
+"""RWKV-7's two blocks (Peng et al., "RWKV-7 Goose", arXiv:2503.14456, section 4 and figure 1).
+
+Both look at each token x beside the one before it, x': lerp(m) is x + (x' - x) m, with an m of its
+own for each use.
+
+Time mixing, with k, v and r projections of such mixtures and two-layer ("LoRA") functions of
+others for the decay w, the learning rate a, the value residual and the gate g:
+
+    kappa = k k_k of length 1 in each head;    k = k (1 + (a - 1) k_a)
+    v = v + (v_first - v) sigmoid(lora_v)    in all layers but the first, whose v is v_first
+    S = S (diag(w) - kappa (a kappa)^T) + v k^T
+    y = o_proj(g (group_norm(S r) + (sum of r k r_k) v))
+
+Channel mixing: y = value(relu(key(lerp(x_k)))²).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from emit.blocks.block import Rows, State
+from emit.ops import nn, shift, wkv7
+from emit.ops.norm import group_norm
+from emit.state import StateSpec
+from emit.weights import Param, matrix, vector
+
+SCAN_CHUNK = 32
+DECAY = -math.exp(-0.5)  # what the logarithm of a decay is at least
+SMALLEST = 1e-12  # a key of less length is not brought to length 1
+
+
+def _flat(tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """The tensor in `shape`: checkpoints hold some vectors with axes of size 1 before them."""
+    return tensor.reshape(shape)
+
+
+@dataclass(frozen=True)
+class TimeMix:
+    """Sizes of a layer. `v_rank` is None in the first one, `group_eps` the group norm's epsilon."""
+
+    hidden_size: int
+    num_heads: int
+    head_dim: int
+    decay_rank: int
+    a_rank: int
+    gate_rank: int
+    v_rank: int | None
+    group_eps: float
+
+    @property
+    def inner(self) -> int:
+        """Channels of r, k, v and y."""
+        return self.num_heads * self.head_dim
+
+    def params(self, name: str, source: str) -> list[Param]:
+        """Mixtures x_*, projections, low-rank functions and the group norm."""
+        D, A, prefix = self.hidden_size, self.inner, source.removesuffix(name)
+        flat = partial(_flat, shape=(D,))
+        mixed = [f"x_{each}" for each in "rwkvag"]
+        rows = [
+            Param(name + x, (D,), (source + x,), (1, 1, D), flat, offset=0.5, scale=0.2)
+            for x in mixed
+        ]
+        rows += [vector(name + each, A, prefix, offset=1.0, scale=0.1) for each in ("k_k", "k_a")]
+        heads = (self.num_heads, self.head_dim)
+        rows.append(Param(f"{name}r_k", heads, (f"{source}r_k",), heads, scale=0.1))
+        for each, shape in (("r", (A, D)), ("k", (A, D)), ("v", (A, D)), ("o", (D, A))):
+            rows.append(matrix(f"{name}{each}_proj.weight", shape, f"{source}{each}_proj.weight"))
+        ranks = {"w": self.decay_rank, "a": self.a_rank, "g": self.gate_rank}
+        if self.v_rank is not None:
+            ranks["v"] = self.v_rank
+        for each, rank in ranks.items():
+            lora = f"{each}_lora.lora."
+            for layer, shape in (("0.weight", (rank, D)), ("2.weight", (A, rank))):
+                rows.append(matrix(name + lora + layer, shape, source + lora + layer))
+            if each != "g":
+                rows.append(vector(f"{name}{lora}2.bias", A, prefix, offset=-1.0, scale=1.0))
+        rows.append(vector(f"{name}g_norm.weight", A, prefix, offset=1.0))
+        rows.append(vector(f"{name}g_norm.bias", A, prefix))
+        return rows
+
+    def state(self, context: int | None) -> list[StateSpec]:
+        """The last token, and S of every head."""
+        del context
+        S = (1, self.num_heads, self.head_dim, self.head_dim)
+        return [
+            StateSpec("attn_shift", (1, self.hidden_size), "f32", 0, "fixed"),
+            StateSpec("wkv", S, "f32", 0, "fixed"),
+        ]
+
+    def __call__(
+        self, p: Mapping[str, Array], x: Array, rows: Rows, state: State, v_first: Array | None
+    ) -> tuple[Array, Array, dict[str, Array]]:
+        """x f32[B, T, hidden_size] -> (same, v_first f32[B, T, inner], new state).
+
+        `v_first` is None for the first layer alone, which gives it.
+        """
+        B, T, _ = x.shape
+        before, last = (shift.step if T == 1 else shift.scan)(x, rows.lengths, state["attn_shift"])
+        to = before - x
+        xr, xw, xk, xv, xa, xg = (x + to * p[f"x_{each}"] for each in "rwkvag")
+        r, k, v = (
+            nn.linear(of, p[f"{each}_proj.weight"])
+            for of, each in ((xr, "r"), (xk, "k"), (xv, "v"))
+        )
+        log_w = DECAY * jax.nn.sigmoid(_lora(p, "w", xw, jnp.tanh))
+        a = jax.nn.sigmoid(_lora(p, "a", xa))
+        g = _lora(p, "g", xg, jax.nn.sigmoid)
+        if v_first is None:
+            v_first = v
+        else:
+            v = v + (v_first - v) * jax.nn.sigmoid(_lora(p, "v", xv))
+
+        def heads(each: Array) -> Array:
+            return each.reshape(B, T, self.num_heads, self.head_dim)
+
+        valid = rows.valid(T)[..., None, None]
+        kappa = _unit(heads(k * p["k_k"]))
+        r, k, v, a = map(heads, (r, k * (1.0 + (a - 1.0) * p["k_a"]), v, a))
+        decay, added, removed = (jnp.where(valid, each, 0.0) for each in (heads(log_w), k, kappa))
+        inputs = (r, decay, added, v, -removed, removed * a, state["wkv"])
+        y, S = wkv7.step(*inputs) if T == 1 else wkv7.scan(*inputs, SCAN_CHUNK)
+        y = group_norm(y, p["g_norm.weight"], p["g_norm.bias"], self.group_eps)
+        y = y + jnp.sum(r * k * p["r_k"], axis=-1, keepdims=True) * v
+        y = nn.linear(y.reshape(B, T, self.inner) * g, p["o_proj.weight"])
+        return y, v_first, {"attn_shift": last, "wkv": S}
+
+
+def _lora(p: Mapping[str, Array], name: str, x: Array, act: object = None) -> Array:
+    hidden = nn.linear(x, p[f"{name}_lora.lora.0.weight"])
+    hidden = act(hidden) if callable(act) else hidden
+    return nn.linear(hidden, p[f"{name}_lora.lora.2.weight"], p.get(f"{name}_lora.lora.2.bias"))
+
+
+def _unit(x: Array) -> Array:
+    """`x` of length 1 over the last axis, unless it is shorter than SMALLEST."""
+    square = jnp.sum(x * x, axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.maximum(square, SMALLEST**2))
+
+
+@dataclass(frozen=True)
+class ChannelMix:
+    """The feed-forward network."""
+
+    hidden_size: int
+    intermediate_size: int
+
+    def params(self, name: str, source: str) -> list[Param]:
+        """x_k, key and value."""
+        D, wide, prefix = self.hidden_size, self.intermediate_size, source.removesuffix(name)
+        return [
+            vector(f"{name}x_k", D, prefix, offset=0.5, scale=0.2),
+            matrix(f"{name}key.weight", (wide, D), f"{source}key.weight"),
+            matrix(f"{name}value.weight", (D, wide), f"{source}value.weight"),
+        ]
+
+    def state(self, context: int | None) -> list[StateSpec]:
+        """The last token."""
+        del context
+        return [StateSpec("ffn_shift", (1, self.hidden_size), "f32", 0, "fixed")]
+
+    def __call__(
+        self, p: Mapping[str, Array], x: Array, rows: Rows, state: State
+    ) -> tuple[Array, dict[str, Array]]:
+        """x f32[B, T, hidden_size] -> (same, new state)."""
+        run = shift.step if x.shape[1] == 1 else shift.scan
+        before, last = run(x, rows.lengths, state["ffn_shift"])
+        hidden = nn.linear(x + (before - x) * p["x_k"], p["key.weight"])
+        return nn.linear(jnp.square(jax.nn.relu(hidden)), p["value.weight"]), {"ffn_shift": last}
