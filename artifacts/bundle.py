@@ -20,8 +20,9 @@ from runtime.errors import UserError
 from runtime.manifest import Manifest
 
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.jsonl", "tiktoken.model", "tokenizer_config.json",
-    "special_tokens_map.json", "added_tokens.json", "chat_template.json", "chat_template.jinja",
+    "tokenizer.json", "tokenizer.jsonl", "tiktoken.model", "rwkv_vocab_v20230424.txt",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json",
+    "chat_template.jinja",
 )  # fmt: skip
 
 

@@ -321,7 +321,7 @@ def _check_directory(bundle: Path) -> None:
 
 
 def _no_tokenizer(bundle: Path) -> str:
-    return f"{bundle} has no tokenizer.json, tokenizer.jsonl or tiktoken.model, which text needs"
+    return f"{bundle} has no tokenizer.json or other tokenizer file, which text needs"
 
 
 def _unexpected(error: Exception) -> UserError:

@@ -35,12 +35,13 @@ def load(bundle: Path, files: Sequence[FileRef]) -> Tokenizer | None:
     A model's own format counts before tokenizer.json, which may be there besides.
     Raises UserError: a file is missing, is not what the manifest says, or cannot be read.
     """
-    from runtime import tokenizer_plamo, tokenizer_tiktoken
+    from runtime import tokenizer_plamo, tokenizer_rwkv, tokenizer_tiktoken
 
     found = {Path(ref.path).name: ref for ref in files}
     kinds = (
         (tokenizer_plamo.FILE_NAME, tokenizer_plamo.PlamoTokenizer),
         (tokenizer_tiktoken.FILE_NAME, tokenizer_tiktoken.TiktokenTokenizer),
+        (tokenizer_rwkv.FILE_NAME, tokenizer_rwkv.WorldTokenizer),
         (FILE_NAME, Tokenizer),
     )
     for name, kind in kinds:
