@@ -64,12 +64,19 @@ def test_sizes_that_follow_from_others() -> None:
     assert Model.of(bare).cfg.head_dim == 10 and Model.of(bare).cfg.mamba_d_head == 8
 
 
+def test_what_a_library_derives_is_accepted() -> None:
+    layers = BASE["num_hidden_layers"]
+    every = {"layer_types": ["hybrid"] * layers, "attn_layer_indices": list(range(layers))}
+    assert read(**every, time_step_floor=1e-4) == read()
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
         ({"mamba_use_mlp": False}, "mamba_use_mlp = false is not supported"),
         ({"attn_layer_indices": [0, 2]}, "attn_layer_indices = [0, 2] is not supported"),
         ({"sliding_window": 128}, "sliding_window = 128 is not supported"),
+        ({"layer_types": ["attention"] * 3}, "layer_types = "),
         ({"expert_num": 4}, "expert_num = 4 is not a known key"),
         ({"key_multiplier": None}, "key_multiplier = null is not of type float"),
         ({"key_multiplier": float("inf")}, "key_multiplier = inf must be finite"),

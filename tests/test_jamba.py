@@ -53,6 +53,12 @@ def test_sizes_that_follow_from_others() -> None:
     assert read().head_dim == 9 and read(head_dim=6, hidden_size=38).head_dim == 6
 
 
+def test_what_a_library_derives_is_accepted() -> None:
+    kinds = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+    words = ["mamba", "attention", "mamba", "mamba"]
+    assert read(layer_types=kinds, layers_block_type=words, num_local_experts=4) == read()
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
@@ -64,6 +70,10 @@ def test_sizes_that_follow_from_others() -> None:
         ({"num_key_value_heads": 3}, "num_attention_heads = 4, expected a multiple of"),
         ({"hidden_size": 38}, "hidden_size = 38, expected a multiple of the heads"),
         ({"hidden_act": "mish"}, "hidden_act = 'mish', expected one of"),
+        ({"attn_layer_offset": 4}, "attn_layer_offset = 4, expected less than 4"),
+        ({"expert_layer_offset": 2}, "expert_layer_offset = 2, expected less than 2"),
+        ({"layer_types": ["mamba"] * 4}, "layer_types does not follow from attn_layer_period"),
+        ({"num_local_experts": 5}, "contradicts"),
         ({"mamba_d_conv": 1}, "mamba_d_conv = 1, expected 2 or more"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps = 0 must be above 0"),
     ],

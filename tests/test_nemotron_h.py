@@ -64,11 +64,25 @@ def test_layers_are_read_in_every_dialect(words: dict[str, Any]) -> None:
         ({"mlp_hidden_act": "tanh"}, "mlp_hidden_act = 'tanh', expected one of gelu"),
         ({"rms_norm_eps": 0.5}, "rms_norm_eps = 0.5 contradicts 1e-05"),
         ({"moe_router": "hash"}, 'moe_router = "hash" is not a known key'),
+        ({"layer_types": ["mamba"] * 5}, "layer_types contradicts layers_block_type"),
+        ({"hybrid_override_pattern": "MMMMM"}, "hybrid_override_pattern contradicts layers_block"),
+        ({"time_step_limit": [0.05, 0.1]}, "time_step_limit = [0.05, 0.1] is not supported"),
+        ({"mamba_dt_limit": [0.0, 1.0]}, "time_step_limit = [0.0, 1.0]"),
+        ({"num_query_groups": 1}, "num_query_groups = 1 contradicts 2"),
         ({"time_step_min": -1.0}, "time_step_min = -1, expected 0 or more"),
     ],
 )
 def test_what_is_not_supported_is_named(changes: dict[str, Any], line: str) -> None:
     assert line in refused(**changes)
+
+
+def test_a_model_without_experts_may_say_so() -> None:
+    words: dict[str, Any] = {"layers_block_type": None, "hybrid_override_pattern": "M*-"}
+    for none in (None, 0):
+        found = Model.of(raw(**words, num_hidden_layers=3, n_routed_experts=none))
+        assert found.cfg.layers_block_type == ("mamba", "attention", "mlp")
+    with pytest.raises(EmitError, match="n_routed_experts"):
+        Model.of(raw(n_routed_experts=0))
 
 
 def test_projections_have_biases_by_use_bias_alone() -> None:

@@ -32,12 +32,13 @@ from emit.ops.rope import Rope
 from emit.state import StateSpec
 from emit.weights import WeightMap, matrix, vector, with_head
 
-# Training alone (attention_dropout), the reference's own scan chunk, how many logits it computes,
-# what a tokenizer does (add_bos_token), ratios that no size is computed from, and the keys that
-# `emit.rope` reads.
+# Training alone (attention_dropout, how dt is drawn), the reference's own scan chunk, how many
+# logits it computes, what a tokenizer does (add_bos_token), ratios that no size is computed from,
+# and the keys that `emit.rope` reads.
 IGNORED = rope.KEYS | frozenset(
     """attention_dropout mamba_chunk_size num_logits_to_keep calc_logits_for_entire_prompt
-    add_bos_token mlp_expansion_factor expansion_factor""".split()
+    add_bos_token mlp_expansion_factor expansion_factor time_step_min time_step_max
+    time_step_floor""".split()
 )
 ONLY = {"attn_layer_indices": None, "mamba_use_mlp": True, "sliding_window": None}
 MULTIPLIERS = """lm_head_multiplier embedding_multiplier key_multiplier attention_in_multiplier
@@ -90,7 +91,12 @@ class Config:
         """Read either dialect of config.json; EmitError lists every key that does not fit."""
         automatic = raw.get("mamba_d_head") == "auto"
         given = {k: v for k, v in raw.items() if k != "mamba_d_head" or not automatic}
-        cfg = config_reader.read(cls, given, ignored=IGNORED, only=ONLY)
+        layers = given.get("num_hidden_layers", cls.num_hidden_layers)
+        count = layers if isinstance(layers, int) and 0 < layers < 1000 else 0
+        if given.get("attn_layer_indices") == list(range(count)):
+            del given["attn_layer_indices"]
+        kinds = dict.fromkeys(("layer_types", "layers_block_type"), ["hybrid"] * count)
+        cfg = config_reader.read(cls, given, ignored=IGNORED, only={**ONLY, **kinds})
         inner = cfg.mamba_d_ssm or cfg.mamba_expand * cfg.hidden_size
         cfg = replace(
             cfg,

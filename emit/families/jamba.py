@@ -74,8 +74,10 @@ class Config:
     def read(cls, raw: Mapping[str, Any]) -> Config:
         """Read either dialect of config.json; EmitError lists every key that does not fit."""
         automatic = raw.get("mamba_dt_rank") == "auto"
-        given = {k: v for k, v in raw.items() if not (k == "mamba_dt_rank" and automatic)}
-        cfg = config_reader.read(cls, given, ignored=IGNORED, only=ONLY)
+        derived = ("layers_block_type", "layer_types", *(["mamba_dt_rank"] if automatic else []))
+        given = {k: v for k, v in raw.items() if k not in derived}
+        aliases = {"num_local_experts": "num_experts"}
+        cfg = config_reader.read(cls, given, ignored=IGNORED, only=ONLY, aliases=aliases)
         cfg = replace(
             cfg,
             num_key_value_heads=cfg.num_key_value_heads or cfg.num_attention_heads,
@@ -83,6 +85,12 @@ class Config:
             mamba_dt_rank=cfg.mamba_dt_rank or -(-cfg.hidden_size // 16),
         )
         wrong = cfg._problems(raw.get("head_dim") is None)
+        if not wrong:
+            wrong = [
+                f"{key} does not follow from attn_layer_period and attn_layer_offset"
+                for key in derived[:2]
+                if key in raw and raw[key] not in (None, *cfg._layer_types())
+            ]
         if wrong:
             raise EmitError("config.json of jamba: " + "; ".join(wrong))
         return cfg
@@ -103,6 +111,10 @@ class Config:
                 f"num_experts_per_tok = {self.num_experts_per_tok}, expected at most"
                 f" num_experts = {self.num_experts}"
             )
+        for kind in ("attn", "expert"):
+            offset, period = (getattr(self, f"{kind}_layer_{x}") for x in ("offset", "period"))
+            if offset >= period:
+                wrong.append(f"{kind}_layer_offset = {offset}, expected less than {period}")
         if self.hidden_act not in acts:
             wrong.append(f"hidden_act = {self.hidden_act!r}, expected one of {acts}")
         if self.mamba_d_conv < 2:
@@ -111,9 +123,18 @@ class Config:
             wrong.append(f"rms_norm_eps = {self.rms_norm_eps:g} must be above 0")
         return wrong
 
+    def _attends(self, i: int) -> bool:
+        return i % self.attn_layer_period == self.attn_layer_offset
+
+    def _layer_types(self) -> list[list[str]]:
+        """What libraries derive from the periods, in either choice of words."""
+        words = (("mamba", "attention"), ("linear_attention", "full_attention"))
+        layers = range(self.num_hidden_layers)
+        return [[names[self._attends(i)] for i in layers] for names in words]
+
     def mixer(self, i: int) -> tuple[str, Block]:
         """The name and the block of layer i's mixer."""
-        if i % self.attn_layer_period == self.attn_layer_offset:
+        if self._attends(i):
             assert self.num_key_value_heads is not None and self.head_dim is not None
             heads = (self.num_attention_heads, self.num_key_value_heads)
             return "self_attn", Attention(self.hidden_size, *heads, self.head_dim)

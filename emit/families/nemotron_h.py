@@ -6,10 +6,13 @@ The pattern says which layer is what: `M` Mamba2, `*` attention without position
 with squared ReLU, `E` experts of the same kind, routed by sigmoid scores with a correction bias,
 in a latent space where the config has one, and a shared expert beside them.
 
-Settled: the step size is clamped to (time_step_min, inf) in every step. The library clamps in
-prefill and not in its decode step, and does not read time_step_limit.
+The step size is clamped to (time_step_min, inf) in every step, as the library does in prefill and
+forgets in its decode step. It does not read time_step_limit, which is (0, inf) in all published
+configs; code that clamps by that alone, as mlx-lm, differs where a step size falls below
+time_step_min.
 
-Refused: attention_bias, a sliding window, and any unknown key. mamba_proj_bias says nothing: the
+Refused: another time_step_limit, attention_bias, a sliding window, layers given twice and not
+alike, and any unknown key. mamba_proj_bias says nothing: the
 projections have biases by use_bias, and a tensor too many or too few is refused. Multi-token
 prediction layers (`mtp.`) are left out.
 """
@@ -38,19 +41,21 @@ from emit.state import StateSpec
 from emit.weights import WeightMap
 
 LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
-WORDS = {"linear_attention": "mamba", "full_attention": "attention"}
+KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
+KINDS |= {kind: kind for kind in LETTERS.values()}
 
 # Keys that do not change the graph: initialisation, the reference's own scan chunk and kernels, the
 # type of its residual stream and cache (here float32), how it overlaps work, what it returns, the
 # number of shared experts (their one width is moe_shared_expert_intermediate_size), multi-token
-# prediction, time_step_limit and mamba_proj_bias (see above), expand (mamba_num_heads ×
-# mamba_head_dim counts) and the longest sequence it was trained on.
+# prediction, mamba_proj_bias (see above), expand (mamba_num_heads × mamba_head_dim counts) and the
+# longest sequence it was trained on.
 IGNORED = frozenset(
     """chunk_size mamba_chunk_size rescale_prenorm_residual residual_in_fp32 use_mamba_kernels
-    mamba_ssm_cache_dtype time_step_max time_step_floor time_step_limit time_step_rank mamba_dt_max
-    mamba_dt_init_floor mamba_dt_limit attention_dropout hidden_dropout num_logits_to_keep
+    mamba_ssm_cache_dtype time_step_max time_step_floor time_step_rank mamba_dt_max
+    mamba_dt_init_floor attention_dropout hidden_dropout num_logits_to_keep
     output_router_logits moe_shared_expert_overlap n_shared_experts num_nextn_predict_layers
-    mtp_layers_block_type mtp_hybrid_override_pattern expand mamba_expand max_position_embeddings
+    mtp_layers_block_type mtp_layer_types mtp_hybrid_override_pattern keep_mtp_spec_in_bf16
+    expand mamba_expand max_position_embeddings
     router_aux_loss_coef rope_theta partial_rotary_factor mamba_proj_bias""".split()
 )
 ALIASES = {
@@ -62,6 +67,9 @@ ALIASES = {
     "rms_norm_eps": "layer_norm_epsilon",
     "norm_eps": "layer_norm_epsilon",
     "num_local_experts": "n_routed_experts",
+    "num_query_groups": "num_key_value_heads",
+    "hidden_act": "mlp_hidden_act",
+    "mamba_dt_limit": "time_step_limit",
     "layer_types": "layers_block_type",
 }
 
@@ -111,7 +119,10 @@ class Config:
         kinds = _kinds(given)
         given["layers_block_type"] = kinds
         given["num_hidden_layers"] = len(kinds)
-        only = {"attention_bias": False, "sliding_window": None}
+        limit = [0.0, float("inf")]
+        only = {"attention_bias": False, "sliding_window": None, "time_step_limit": limit}
+        if "moe" not in kinds and not given.get("n_routed_experts", True):
+            del given["n_routed_experts"]
         cfg = config_reader.read(cls, given, ignored=IGNORED, only=only, aliases=ALIASES)
         wrong = []
         for name, value, divisor, of in (
@@ -217,29 +228,38 @@ class Config:
 
 def _kinds(given: dict[str, Any]) -> list[str]:
     """Takes the layers' kinds, in any dialect, out of a raw config. Raises EmitError."""
-    pattern = given.pop("hybrid_override_pattern", None)
-    listed = given.pop("layers_block_type", None)
-    listed = given.pop("layer_types", None) if listed is None else listed
+    names = ("layers_block_type", "layer_types", "hybrid_override_pattern")
+    ways = {name: given.pop(name, None) for name in names}
     number = given.pop("num_hidden_layers", None)
-    if listed is None and pattern is None:
+    found = {name: _words(name, value) for name, value in ways.items() if value is not None}
+    if not found:
         raise EmitError(
             "config.json of nemotron_h: hybrid_override_pattern is missing, and so is"
             " layers_block_type"
         )
-    where = "hybrid_override_pattern" if listed is None else "layers_block_type"
-    found = pattern if listed is None else listed
-    words = LETTERS if listed is None else {**WORDS, **{k: k for k in LETTERS.values()}}
-    if not found or not isinstance(found, (str, list)) or any(x not in words for x in found):
-        raise EmitError(
-            f"config.json of nemotron_h: {where} = {json.dumps(found)}, expected one of"
-            f" {', '.join(words)} for each layer"
-        )
-    if number is not None and number != len(found):
+    where, kinds = next(iter(found.items()))
+    for other, theirs in found.items():
+        if theirs != kinds:
+            raise EmitError(
+                f"config.json of nemotron_h: {other} contradicts {where}: make them agree"
+            )
+    if number is not None and number != len(kinds):
         raise EmitError(
             f"config.json of nemotron_h: num_hidden_layers = {json.dumps(number)}, but {where}"
-            f" has {len(found)} layers"
+            f" has {len(kinds)} layers"
         )
-    return [words[x] for x in found]
+    return kinds
+
+
+def _words(where: str, found: Any) -> list[str]:
+    """The layers' kinds of a pattern of letters or a list of words. Raises EmitError."""
+    known = LETTERS if where == "hybrid_override_pattern" else KINDS
+    if not found or not isinstance(found, (str, list)) or any(x not in known for x in found):
+        raise EmitError(
+            f"config.json of nemotron_h: {where} = {json.dumps(found)[:200]}, expected one of"
+            f" {', '.join(known)} for each layer"
+        )
+    return [known[x] for x in found]
 
 
 def weights(cfg: Config) -> WeightMap:
