@@ -70,7 +70,9 @@ def select(where: str, names: Iterable[str], read_index: Callable[[], bytes]) ->
     """
     present = set(names)
     if CONFIG not in present:
-        raise UserError(f"{where}: no {CONFIG}; expected a checkpoint in transformers layout")
+        raise UserError(
+            f"{where}: no {CONFIG}; expected a checkpoint in transformers layout{_rwkv(present)}"
+        )
     metadata = {name for name in present if is_metadata(name)}
     if INDEX in present:
         shards = _shards(f"{where}/{INDEX}", read_index())
@@ -86,13 +88,20 @@ def select(where: str, names: Iterable[str], read_index: Callable[[], bytes]) ->
     raise UserError(f"{where}: {_no_weights(present)}")
 
 
+def _rwkv(present: set[str]) -> str:
+    """What to do with a .pth file, where there is one, to end an error with."""
+    if not any(name.endswith(".pth") for name in present):
+        return ""
+    return "; RWKV-7's own .pth: python -m emit pth FILE --out DIRECTORY, which runs nothing"
+
+
 def _no_weights(present: set[str]) -> str:
     pickles = sorted(name for name in present if name.endswith(_PICKLES))
     if pickles:
         return (
             f"only pickle files ({', '.join(pickles[:3])}), refused because reading a pickle can "
             "run any code its author put there; expected safetensors: use a repository or revision "
-            "that has them, or convert it where you trust it (save_pretrained)"
+            "that has them, or convert it where you trust it (save_pretrained)" + _rwkv(present)
         )
     others = sorted(n for n in present if n.endswith((".safetensors", ".gguf", ".onnx", ".h5")))
     found = f"only {', '.join(others[:3])}" if others else "no weights"

@@ -1,4 +1,4 @@
-"""`python -m emit type | convert | graphs | expect`: the stages that need JAX or read a checkpoint.
+"""`python -m emit COMMAND`: the stages that need JAX or read a checkpoint.
 
 Run as processes by the build, so that a warm build never imports JAX.
 """
@@ -56,6 +56,12 @@ def _type(args: argparse.Namespace) -> None:
         source = dequantized(checkpoint, checkpoint.config)
         word = checkpoint_type(weight_map, source, resolve(weight_map, source))
     (args.out / "type.txt").write_text(word + "\n")
+
+
+def _pth(args: argparse.Namespace) -> None:
+    from emit.pth_rwkv7 import convert
+
+    convert(args.file, args.out)
 
 
 def _check_config(wanted: dict[str, Any], found: dict[str, Any], directory: Path) -> None:
@@ -119,6 +125,9 @@ def _expect(args: argparse.Namespace) -> None:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m emit", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    pth = commands.add_parser("pth", help="RWKV-7's own .pth file → a checkpoint directory")
+    pth.add_argument("file", type=Path)
+    pth.set_defaults(run=_pth)
     convert = commands.add_parser("convert", help="checkpoint directory → params.irpa, params.json")
     convert.add_argument("checkpoint", type=Path)
     convert.add_argument("--weights", required=True, choices=("f32", "bf16", "f16"))
@@ -141,7 +150,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--config", type=Path, required=True)
         sub.add_argument("--weights", required=True, choices=("f32", "bf16", "f16"))
         sub.add_argument("--shape", required=True)
-    for sub in (kind, convert, graphs, wanted):
+    for sub in (pth, kind, convert, graphs, wanted):
         sub.add_argument("--out", type=Path, required=True)
     return parser
 

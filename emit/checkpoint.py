@@ -174,10 +174,12 @@ def _weight_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
         return [SINGLE], None
     pickles = sorted(p.name for ext in ("bin", "pt", "pth", "ckpt") for p in root.glob(f"*.{ext}"))
     if pickles:
+        rwkv = " (RWKV-7's own .pth: python -m emit pth FILE --out DIRECTORY)"
         raise _bad(
             root,
             f"holds only pickle files ({_some(pickles)}), which can run code when read; "
-            "expected safetensors: convert it with the model's own library",
+            "expected safetensors: convert it with the model's own library"
+            + (rwkv if any(name.endswith(".pth") for name in pickles) else ""),
         )
     raise _bad(root, f"no {SINGLE} and no {INDEX}; expected one of them: {AGAIN}")
 

@@ -81,7 +81,7 @@ def padded(a: Arrays, lengths: np.ndarray, padding: float) -> Arrays:
 def oracle_row(a: Arrays, b: int, length: int) -> tuple[np.ndarray, np.ndarray]:
     row = {name: a[name][b, :length].astype(np.float64) for name in TOKENS}
     row["log_w"] = np.exp(row["log_w"])
-    return oracle(*row.values(), a["state"][b])
+    return oracle(*[*row.values(), a["state"][b]])
 
 
 def folded(a: Arrays) -> tuple[np.ndarray, Any]:

@@ -17,7 +17,7 @@ Channel mixing: y = value(relu(key(lerp(x_k)))²).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 
@@ -134,9 +134,10 @@ class TimeMix:
         return y, v_first, {"attn_shift": last, "wkv": S}
 
 
-def _lora(p: Mapping[str, Array], name: str, x: Array, act: object = None) -> Array:
-    hidden = nn.linear(x, p[f"{name}_lora.lora.0.weight"])
-    hidden = act(hidden) if callable(act) else hidden
+def _lora(
+    p: Mapping[str, Array], name: str, x: Array, act: Callable[[Array], Array] = lambda x: x
+) -> Array:
+    hidden = act(nn.linear(x, p[f"{name}_lora.lora.0.weight"]))
     return nn.linear(hidden, p[f"{name}_lora.lora.2.weight"], p.get(f"{name}_lora.lora.2.bias"))
 
 

@@ -7,7 +7,7 @@
 Both mix each token with the one before it, which is state beside S. The first layer's values come
 back in all others, so the layers are not independent. The group norm's epsilon is that of the layer
 norms times the size of a head. BlinkDL's own .pth files hold the same tensors under other names
-(see `emit.pth`).
+(see `emit.pth_rwkv7`).
 
 Refused: attention layers, values of another width than keys, an activation that is not `sqrelu`,
 sizes of low-rank functions that are not given, and any unknown key.
@@ -140,8 +140,8 @@ def _norm(cfg: Config, name: str) -> list[Param]:
 
 def state(cfg: Config, context: int | None) -> list[StateSpec]:
     """Per layer S, and the last token as time mixing and as channel mixing saw it."""
-    layers = range(cfg.num_hidden_layers)
-    return states([[cfg.time_mix(i), cfg.channel_mix] for i in layers], context)
+    layers: list[Any] = [[cfg.time_mix(i), cfg.channel_mix] for i in range(cfg.num_hidden_layers)]
+    return states(layers, context)
 
 
 def forward(
