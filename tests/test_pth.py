@@ -118,7 +118,7 @@ def test_views_of_one_storage_come_back(tmp_path: Path) -> None:
 
 ONE = storage(b"FloatStorage", "0", 4)
 GOOD = rebuilt(ONE, (4,))
-AFTER, WIDE = (pickled({"a": rebuilt(ONE, *each)}) for each in (((4,), 1), ((9,), 0, (0,))))
+AFTER, WIDE = pickled({"a": rebuilt(ONE, (4,), 1)}), pickled({"a": rebuilt(ONE, (9,), 0, (0,))})
 
 
 @pytest.mark.parametrize(

@@ -32,11 +32,11 @@ from emit.weights import Param, WeightMap, matrix, vector, with_head
 
 PREFIX = "model."
 
-# Which of the library's equal implementations runs (attn_mode, fuse_*), training alone (use_l2warp)
-# and the length trained for (the model has no positions).
+# Which of a library's equal implementations runs (attn_mode, fuse_*, *_impl, rwkv7_backend),
+# training alone (use_l2warp) and the length trained for (the model has no positions).
 IGNORED = frozenset(
-    """attn_mode fuse_norm fuse_cross_entropy fuse_linear_cross_entropy fuse_swiglu use_l2warp
-    max_position_embeddings""".split()
+    """attn_mode fuse_norm fuse_cross_entropy fuse_linear_cross_entropy use_l2warp kernel_impl
+    model_kernel_impl rwkv7_backend max_position_embeddings""".split()
 )
 ONLY = {"attn": None, "hidden_act": "sqrelu"}
 ALIASES = {"num_attention_heads": "num_heads"}
