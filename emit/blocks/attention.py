@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
@@ -31,7 +32,9 @@ class Attention:
     among them. `bias` is that of q, k and v, `out_bias` that of the output. With `fused` the
     checkpoint has one projection `qkv_proj` of rows q, k, v. `qk_norm` takes the RMS norm of each
     head of q and k before the rotation, with a weight [head_dim] that all heads share (`shared`)
-    or one for each head (`heads`); `norm_names` are those weights' names.
+    or one for each head (`heads`); `norm_names` are those weights' names. With `gate` the output is
+    multiplied by the sigmoid of a gate (arXiv:2505.06708, eq. 5): q_proj has twice the rows, those
+    of each head's query followed by those of its gate.
     """
 
     hidden_size: int
@@ -50,11 +53,12 @@ class Attention:
     norm_offset: float = 0.0  # what the model adds to the norms' weights
     norm_names: tuple[str, str] = ("q_norm.weight", "k_norm.weight")
     key_multiplier: float = 1.0
+    gate: bool = False
 
     @property
     def _widths(self) -> tuple[int, int, int]:
         keys = self.num_kv_heads * self.head_dim
-        return self.num_heads * self.head_dim, keys, keys
+        return self.num_heads * self.head_dim * (2 if self.gate else 1), keys, keys
 
     def params(self, name: str, source: str) -> list[Param]:
         """q_proj, k_proj and v_proj (or qkv_proj), o_proj, and the norms of q and k."""
@@ -66,7 +70,7 @@ class Attention:
             matrix(f"{name}{each}.weight", (size, hidden), f"{source}{each}.weight")
             for each, size in sizes.items()
         ]
-        out = (hidden, self._widths[0])
+        out = (hidden, self.num_heads * self.head_dim)
         rows.append(matrix(name + "o_proj.weight", out, source + "o_proj.weight"))
         if self.bias:
             rows += [vector(f"{name}{each}.bias", size, prefix) for each, size in sizes.items()]
@@ -103,6 +107,10 @@ class Attention:
         """x f32[B, T, hidden_size] -> (same, new state)."""
         B, T, _ = x.shape
         q, k, v = (part.reshape(B, T, -1, self.head_dim) for part in self._project(p, x))
+        gate = None
+        if self.gate:
+            both = q.reshape(B, T, self.num_heads, 2, self.head_dim)
+            q, gate = both[..., 0, :], both[..., 1, :]
         if self.key_multiplier != 1.0:
             k = k * self.key_multiplier
         if self.qk_norm != "none":
@@ -125,6 +133,8 @@ class Attention:
             window=self.window,
             softcap=self.softcap,
         )
+        if gate is not None:
+            y = y * jax.nn.sigmoid(gate)
         y = nn.linear(y.reshape(B, T, -1), p["o_proj.weight"], p.get("o_proj.bias"))
         return y, {"k": keys, "v": values}
 

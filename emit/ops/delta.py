@@ -145,20 +145,19 @@ def _pairs_of_channels(q: Array, k: Array, cum: Sums) -> tuple[Array, Array]:
     at, scales, masks = np.arange(Q), [], []
     size = 1
     while size < Q:
-        second = at // size % 2 == 1
+        second = np.where(at // size % 2 == 1, 1.0, -1.0).astype(np.float32)[:, None]
         middle = _middles(cum[0], size), _middles(cum[1], size)
         since = (cum[0] - middle[0]) + (cum[1] - middle[1])
-        scales.append(jnp.exp(jnp.where(jnp.asarray(second)[:, None], since, -since)))
+        scales.append(jnp.exp(since * second))
         masks.append(_halves(Q, size))
         size *= 2
     scale = jnp.stack(scales, axis=3)  # [B, n, H, levels, Q, K]
     keys = k[:, :, :, None] * scale
     rows = jnp.concatenate([keys, q[:, :, :, None] * scale], axis=-2)
     pairs = nn.matmul(rows, keys.swapaxes(-1, -2))  # [B, n, H, levels, 2Q, Q]
-    mask = jnp.asarray(np.tile(np.stack(masks), (1, 2, 1)))
-    pairs = jnp.sum(jnp.where(mask, pairs, 0.0), axis=3)
+    pairs = jnp.sum(pairs * np.tile(np.stack(masks), (1, 2, 1)), axis=3)
     own = jnp.sum(q * k, axis=-1, keepdims=True)
-    return pairs[..., :Q, :], jnp.where(jnp.asarray(np.eye(Q, dtype=bool)), own, pairs[..., Q:, :])
+    return pairs[..., :Q, :], pairs[..., Q:, :] + own * np.eye(Q, dtype=np.float32)
 
 
 def _middles(a: Array, size: int) -> Array:
@@ -187,16 +186,19 @@ def _inverse(A: Array) -> Array:
     nothing is left of float32 at Q = 64.
     """
     Q = A.shape[-1]
-    R = jnp.asarray(np.eye(Q, dtype=np.float32)) - jnp.where(jnp.asarray(_halves(Q, 1)), A, 0.0)
+    R = np.eye(Q, dtype=np.float32) - A * _halves(Q, 1)
     size = 2
     while size < Q:
-        C = jnp.where(jnp.asarray(_halves(Q, size)), A, 0.0)
-        R = R - nn.matmul(R, nn.matmul(C, R))
+        R = R - nn.matmul(R, nn.matmul(A * _halves(Q, size), R))
         size *= 2
     return R
 
 
 def _halves(Q: int, size: int) -> np.ndarray:
-    """bool[Q, Q]: rows of the second, columns of the first half of each diagonal block 2 `size`."""
+    """1 for rows of the second and columns of the first half of each diagonal block of 2 `size`.
+
+    f32[Q, Q], 0 elsewhere; a factor, for a kernel that selects by a constant of booleans and
+    multiplies has been seen to run for ever on vulkan.
+    """
     at = np.arange(Q) // size
-    return (at[:, None] == at[None, :] + 1) & (at[:, None] % 2 == 1)
+    return ((at[:, None] == at[None, :] + 1) & (at[:, None] % 2 == 1)).astype(np.float32)
