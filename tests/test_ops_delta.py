@@ -89,8 +89,9 @@ def agrees(y: Any, state: Any, a: Arrays, lengths: Sequence[int] | None = None) 
     worst = 0.0
     for b in range(len(state)):
         length = a["v"].shape[1] if lengths is None else lengths[b]
-        *tokens, before = (each[b] for each in a.values())
-        want_y, want_state = oracle(*(each[:length] for each in tokens), before)
+        q, k, v, g, beta, before = (each[b] for each in a.values())
+        q, k, v, g, beta = (each[:length] for each in (q, k, v, g, beta))
+        want_y, want_state = oracle(q, k, v, g, beta, before)
         if length:
             worst = max(worst, relative(y[b, :length], want_y))
         worst = max(worst, relative(state[b], want_state))

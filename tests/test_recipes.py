@@ -107,6 +107,8 @@ BILLIONS = {
     "nemotron-h-4b": 4.489, "nemotron-h-8b": 8.1, "nemotron-h-47b": 46.8, "nemotron-h-56b": 56.3,
     "nemotron-nano-9b-v2": 8.888, "nemotron-nano-12b-v2": 12.31, "plamo-2-1b": 1.291,
     "plamo-2-8b": 9.528, "plamo-2-translate": 9.528,
+    "qwen3-coder-next": 79.67, "qwen3-next-80b-a3b-instruct": 79.67,
+    "qwen3-next-80b-a3b-thinking": 79.67,
     "recurrentgemma-2b": 2.683, "recurrentgemma-2b-it": 2.683, "recurrentgemma-9b": 8.58,
     "recurrentgemma-9b-it": 8.58,
     "rwkv7-g0a-7.2b": 7.199, "rwkv7-g1d-0.1b": 0.191, "rwkv7-g1d-0.4b": 0.4508,

@@ -72,8 +72,8 @@ class Oracle(Model):
         )
         v = v.reshape(cfg.linear_num_value_heads, -1)
         g = -np.exp(p["A_log"]) * softplus(a + p["dt_bias"])
-        tokens = (q / math.sqrt(K), k, v, g[:, None], sigmoid(b))
-        y, state[at + "delta"] = delta(*(each[None] for each in tokens), state[at + "delta"])
+        rates, before = (g[None, :, None], sigmoid(b)[None]), state[at + "delta"]
+        y, state[at + "delta"] = delta(q[None] / math.sqrt(K), k[None], v[None], *rates, before)
         normed = [rms_norm(head, p["norm.weight"], cfg.rms_norm_eps) for head in y[0]]
         return p["out_proj.weight"] @ (np.concatenate(normed) * silu(z))
 
@@ -96,21 +96,28 @@ class Oracle(Model):
         v = heads("v_proj", cfg.num_key_value_heads)
         for name, new in (("k", k), ("v", v)):
             state[at + name] = np.concatenate([state[at + name], new[:, None]], axis=1)
-        past = (list(state[at + name].swapaxes(0, 1)) for name in ("k", "v"))
-        y = attend(q, *past, cfg.head_dim**-0.5) * sigmoid(gate)
+        keys, values = (list(state[at + name].swapaxes(0, 1)) for name in ("k", "v"))
+        y = attend(q, keys, values, cfg.head_dim**-0.5) * sigmoid(gate)
         return p["o_proj.weight"] @ y.reshape(-1) + p.get("o_proj.bias", 0.0)
 
     def _feed_forward(self, at: str, x: np.ndarray) -> np.ndarray:
         """One FFN, or the chosen experts and the shared one."""
         cfg, p = self.cfg, self.under(at + "mlp.")
-        act, names = cfg.hidden_act, [f"{each}_proj.weight" for each in ("up", "down", "gate")]
+        act = cfg.hidden_act
+
+        def stacks(name: str) -> tuple[np.ndarray, ...]:
+            up, down, gate = (p[f"{name}{each}_proj.weight"] for each in ("up", "down", "gate"))
+            return up, down, gate
+
         if "gate.weight" not in p:
-            return expert(x, *(p[name] for name in names), act)
+            up, down, gate = stacks("")
+            return expert(x, up, down, gate, act)
         scores = p["gate.weight"] @ x
         chosen = route(scores, cfg.num_experts_per_tok, normalize=cfg.norm_topk_prob)
-        y = mixture(x, chosen, *(p[f"experts.{name}"] for name in names), act)
-        own = expert(x, *(p[f"shared_expert.{name}"] for name in names), act)
-        return y + sigmoid(p["shared_expert_gate.weight"] @ x) * own
+        up, down, gate = stacks("experts.")
+        y = mixture(x, chosen, up, down, gate, act)
+        up, down, gate = stacks("shared_expert.")
+        return y + sigmoid(p["shared_expert_gate.weight"] @ x) * expert(x, up, down, gate, act)
 
     def step(self, token: int, state: Mapping[str, Any]) -> tuple[np.ndarray, dict[str, Any]]:
         """Logits [V] after `token`, and the state after it."""
