@@ -188,7 +188,8 @@ def task_gc():
 
 def task_test():
     """the tests that need no network and no GPU"""
-    return {"actions": [action(partial(command, "pytest"))]}
+    side_by_side = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadgroup")
+    return {"actions": [action(partial(command, "pytest", *side_by_side))]}
 
 
 def task_lint():

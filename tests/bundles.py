@@ -1,6 +1,7 @@
 """Bundles built by the command that a user types, and sequences run on them.
 
-Each is built once a process, all from one cache, so that tests share what they can.
+Each is built once a process, all from one cache, so that tests share what they can. The cache is
+that of all processes of a run, and of more than one run where SCANWRIGHT_TESTS_CACHE names it.
 """
 
 from __future__ import annotations
@@ -44,10 +45,15 @@ FIRST_LOGITS = 1e-4
 
 @functools.cache
 def home() -> Path:
-    """This process's directory for checkpoints, the cache and bundles."""
+    """This process's directory for checkpoints and bundles."""
     path = Path(tempfile.mkdtemp(prefix="scanwright-tests-"))
     atexit.register(shutil.rmtree, path, ignore_errors=True)
     return path
+
+
+def cache() -> Path:
+    """The cache of builds."""
+    return Path(os.environ["SCANWRIGHT_TESTS_CACHE"])
 
 
 @functools.cache
@@ -101,7 +107,7 @@ def build(name: str, target: str = "cpu", base: str = "b1-p8", *words: str) -> P
     family, case = name.split("/")
     extra = "-".join(word for word in words[3:] if "/" not in word)
     cwd = home() / "tree" / family / case / extra  # all handed ones are called `checkpoint`
-    return built(doit(["build", *words], cwd, home() / "cache"), cwd)
+    return built(doit(["build", *words], cwd, cache()), cwd)
 
 
 @dataclass(frozen=True)

@@ -3,12 +3,46 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
+import tempfile
 from collections.abc import Generator, Iterator
 
+import hypothesis
 import pytest
 
 OURS = ("SCANWRIGHT_DEBUG", "SCANWRIGHT_CACHE")
+
+
+# No test is about time: a busy machine must not fail one.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
+
+SHARED_CACHE = "SCANWRIGHT_TESTS_CACHE"  # of builds, for all processes of a run
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Make the cache of builds, in the process that starts the others."""
+    if SHARED_CACHE not in os.environ:
+        os.environ[SHARED_CACHE] = directory = tempfile.mkdtemp(prefix="scanwright-tests-cache-")
+        config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
+
+
+# Files of long tests that need not follow each other in one process (with `--dist loadgroup`).
+SPLIT = frozenset(
+    {"test_exact.py", "test_exact_devices.py", "test_fullsize.py", "test_selftest.py"}
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Keep the tests of a file in one process; of a long file, those of one bundle."""
+    for item in items:
+        name = item.path.name
+        if name in SPLIT:
+            given = getattr(getattr(item, "callspec", None), "params", {})
+            bundle = given.get("handed", given.get("opened"))
+            name = item.nodeid if bundle is None else f"{name}[{bundle}]"
+        item.add_marker(pytest.mark.xdist_group(name))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -13,4 +13,4 @@ def bundle(shape: str = "b8-p32") -> Path:
     """Its bundle for this CPU, with tokenizer; built once a process."""
     cwd = bundles.home() / "demo"
     words = ("build", "model=mamba2", "target=cpu", f"shape={shape}")
-    return bundles.built(bundles.doit(words, cwd, bundles.home() / "cache"), cwd)
+    return bundles.built(bundles.doit(words, cwd, bundles.cache()), cwd)

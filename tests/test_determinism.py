@@ -50,7 +50,7 @@ def build_elsewhere(target: str, home: Path) -> tuple[Path, Path]:
 def test_emitted_text_module_and_bundle_are_the_same_bytes(target: str, tmp_path: Path) -> None:
     here = bundles.build(NAME, target, SHAPE)
     there, cache = build_elsewhere(target, tmp_path)
-    ours, theirs = blobs(bundles.home() / "cache"), blobs(cache)
+    ours, theirs = blobs(bundles.cache()), blobs(cache)
     texts = [p for p in theirs.values() if p.read_bytes().startswith(b"module @")]
     assert len(texts) == 4 and len(theirs) > 10  # prefill_8, decode, seed, extract
     different = {name: path.read_bytes()[:60] for name, path in theirs.items() if name not in ours}

@@ -54,7 +54,7 @@ def pack(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A pack of the tiny checkpoint for cpu, with and without its weights."""
     out = tmp_path_factory.mktemp("gpu") / "pack"
     words = ["--demo", f"{TINY}==b2-p8", "--models", f"{TINY}=f32=b2-p8"]
-    return prepare(out, "--target", "cpu", *words, cache=bundles.home() / "cache")
+    return prepare(out, "--target", "cpu", *words, cache=bundles.cache())
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def bundle(name: str) -> Path:
     directory = cases.build(case, bundles.home() / "checkpoints" / name)
     cwd = bundles.home() / "memory"
     words = ["build", f"model={directory}", "target=cpu", f"shape={SHAPE}"]
-    return bundles.built(bundles.doit(words, cwd, bundles.home() / "cache"), cwd)
+    return bundles.built(bundles.doit(words, cwd, bundles.cache()), cwd)
 
 
 @cache
@@ -150,7 +150,7 @@ def test_steps_keep_no_memory() -> None:
     directory = cases.build(case, bundles.home() / "checkpoints" / "stateful")
     cwd = bundles.home() / "stateful"
     words = ["build", f"model={directory}", "target=cpu", "shape=b128-p8", "--no-proof"]
-    made = bundles.built(bundles.doit(words, cwd, bundles.home() / "cache"), cwd)
+    made = bundles.built(bundles.doit(words, cwd, bundles.cache()), cwd)
     state = manifests.load(made).state_bytes_per_slot * 128
     assert state > 200 * MB
     command = [sys.executable, "-c", STEPS, str(made)]

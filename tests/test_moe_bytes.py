@@ -90,7 +90,7 @@ def bundle(shape: str) -> Path:
     directory = cases.build(case, bundles.home() / "checkpoints" / "bytes")
     cwd = bundles.home() / "bytes"
     words = ["build", f"model={directory}", "target=cpu", f"shape={shape}", "--no-proof"]
-    return bundles.built(bundles.doit(words, cwd, bundles.home() / "cache"), cwd)
+    return bundles.built(bundles.doit(words, cwd, bundles.cache()), cwd)
 
 
 def measured(made: Path) -> list[list[int]]:

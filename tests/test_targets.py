@@ -100,7 +100,7 @@ def test_a_weight_type_the_target_lacks_is_replaced_aloud(name: str) -> None:
     """The checkpoint is bf16; only the notice and the manifest change with the target."""
     cwd, used = bundles.home() / "substitutes", SUBSTITUTES[name]
     words = ["build", f"model={bundles.checkpoint(BF16)}", f"target={name}", f"shape={SHAPE}"]
-    done = bundles.doit(words, cwd, bundles.home() / "cache")
+    done = bundles.doit(words, cwd, bundles.cache())
     manifest = manifests.load(bundles.built(done, cwd))
     notices = [line for line in done.stderr.splitlines() if "bf16" in line]
     assert notices == [f"target {name} has no bf16 weights: converting to {used} instead"]
