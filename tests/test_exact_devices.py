@@ -6,6 +6,7 @@ Vulkan runs on any driver, llvmpipe included; aarch64 under qemu, with the runti
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import bundles
@@ -29,14 +30,20 @@ MARKS = {"vulkan": pytest.mark.vulkan, "cpu-aarch64": pytest.mark.aarch64}
 EMULATED = ("mamba2", "nemotron_h")  # families that run under qemu, where a call is a process
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
+COMPANY = (*EMULATED, "plamo2")  # a fixed state, a cache beside it, and a ring
+
+
+def on_devices(families: Sequence[str]) -> list[Any]:
+    """(family, target) for the fixture `opened`."""
+    return [
         pytest.param((family, t), marks=[MARKS[t], pytest.mark.slow], id=f"{family}-{t}")
         for t in TARGETS
-        for family in (EMULATED if t == "cpu-aarch64" else cases.FAMILIES)
-    ],
-)
+        for family in families
+        if family in EMULATED or t != "cpu-aarch64"
+    ]
+
+
+@pytest.fixture(scope="module", params=on_devices(cases.FAMILIES))
 def opened(request: pytest.FixtureRequest) -> Opened:
     """A handed checkpoint on the device; skipped where the build would not find it either."""
     family, target = request.param
@@ -101,8 +108,12 @@ def test_rows_that_are_not_numbers_have_no_argmax_on_the_device(opened: Opened) 
     check_no_argmax(opened)
 
 
+@pytest.mark.parametrize("opened", on_devices(COMPANY), indirect=True)
 def test_requests_in_company_on_the_device(opened: Opened) -> None:
-    """As tests/test_selftest.py; a few requests where an emulator makes every call a process."""
+    """As tests/test_selftest.py; a few requests where an emulator makes every call a process.
+
+    The engine asks nothing of a device that the tests above do not: some families are enough.
+    """
     emulated = opened.manifest.target.name == "cpu-aarch64"
     report = selftest(opened.device, opened.manifest, 3 if emulated else 16, seed=5)
     assert report.failures == []

@@ -20,18 +20,26 @@ from runtime import manifest as manifests
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_BYTES = 4e9  # of the emitting process and of the compiler
-# The largest published model of each family. One chunk size, as each is a graph of its own; what
-# the recipes' shapes cost is in benchmarks/NOTES.md.
-PARAMETERS = {
-    "mamba-codestral-7b": 7.3e9,
-    "falcon-mamba-7b": 7.27e9,
-    "nemotron-3-super-120b-a12b": 120.7e9,
-    "jamba-1.7-large": 398.6e9,
-    "falcon-h1-34b": 33.6e9,
-    "plamo-2-8b": 9.53e9,
+# The largest published model of each family, its parameters, and the target that the slow tests
+# compile it for; the other of the two has the marker `fullsize`. One chunk size, as each is a graph
+# of its own; what the recipes' shapes cost is in benchmarks/NOTES.md.
+MODELS = {
+    "mamba-codestral-7b": (7.3e9, "cpu"),
+    "falcon-mamba-7b": (7.27e9, "cuda-sm121"),
+    "nemotron-3-super-120b-a12b": (120.7e9, "cuda-sm121"),
+    "jamba-1.7-large": (398.6e9, "cpu"),
+    "falcon-h1-34b": (33.6e9, "cuda-sm121"),
+    "plamo-2-8b": (9.53e9, "cpu"),
+    "qwen3-next-80b-a3b-instruct": (79.67e9, "cuda-sm121"),
+    "kimi-linear-48b-a3b-instruct": (49.12e9, "cpu"),
+    "rwkv7-g1g-13.3b": (13.27e9, "cuda-sm121"),
+    "recurrentgemma-9b": (8.58e9, "cpu"),
 }
-
-BOTH = ("mamba-codestral-7b", "nemotron-3-super-120b-a12b", "jamba-1.7-large")  # and for cpu
+BUILDS = [
+    pytest.param(name, t, marks=pytest.mark.slow if t == often else pytest.mark.fullsize)
+    for name, (_, often) in MODELS.items()
+    for t in ("cuda-sm121", "cpu")
+]
 
 
 def rows(bundle: Path, stage: str) -> list[dict[str, Any]]:
@@ -42,11 +50,7 @@ def rows(bundle: Path, stage: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.iree
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("model", "target"),
-    [(m, t) for m in PARAMETERS for t in ("cuda-sm121", "cpu") if t != "cpu" or m in BOTH],
-)
+@pytest.mark.parametrize(("model", "target"), BUILDS)
 def test_full_size_models_compile_from_their_shapes(model, target, tmp_path):
     words = [f"model={model}", f"target={target}", "shape=b1-p32", "weights=bf16", "params=none"]
     done = bundles.doit(["build", *words], tmp_path, tmp_path / "cache")
@@ -54,7 +58,7 @@ def test_full_size_models_compile_from_their_shapes(model, target, tmp_path):
     manifest = manifests.load(bundle)
     assert manifest.files.params is None and manifest.numerics.weights == "bf16"
     elements = sum(p.nbytes // manifests.DTYPE_BYTES[p.dtype] for p in manifest.params)
-    assert elements == pytest.approx(PARAMETERS[model], rel=0.02)
+    assert elements == pytest.approx(MODELS[model][0], rel=0.02)
     (emit,), (compiled,) = rows(bundle, "emit"), rows(bundle, "compile")
     module = (bundle / "model.vmfb").stat().st_size
     assert compiled["outputs"] == {"model.vmfb": module} and module < 20e6
