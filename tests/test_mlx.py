@@ -30,7 +30,7 @@ def test_recurrent_gemma(tmp_path: Path) -> None:
     name = "recurrent_gemma/handed"
     model = mlx_reference.load(checkpoint(name, tmp_path), rope_theta=1e4)
     row = references.recorded(name)[1][0]
-    with pytest.raises(AssertionError, match="off by|gap"):
+    with pytest.raises(AssertionError, match=r"off by|gap"):
         mlx_reference.check(model, row)
     for layer in model.layers:
         layer.temporal_pre_norm.eps = layer.channel_pre_norm.eps = 1e-6
