@@ -55,15 +55,16 @@ def scan(
     state: Array,
     chunk: int,
 ) -> tuple[Array, Array]:
-    """T tokens in chunks of Q = `chunk` (T is padded up to a multiple): -> (y [B, T, H, V], state).
+    """T tokens in chunks of Q = `chunk`, a power of two: -> (y [B, T, H, V], state).
 
+    T is padded up to a multiple of Q.
     With G[t] the product of the decays up to and with t, and u[t] = S[t-1] a[t], in one chunk
 
         S[t] = S[0] G[t] + sum over j <= t of (u[j] b[j]^T + v[j] k[j]^T) G[t] / G[j]
 
     1. Products of pairs of tokens, decays between them included: a and r with b and k. They are
        products of vectors scaled by G[t] / G[m] and G[m] / G[j], m the middle of the chunk, which
-       a decay of at least exp(-exp(-1/2)) keeps in range for chunks of up to 128.
+       a decay of at least exp(-exp(-1/2)) keeps in range for chunks of up to 64.
     2. u = (I - A)^-1 (a G S[0] + (a k) v), A the products of a and b, j < t: as X + W S[0].
     3. The recurrence over chunk states, S' = S G + S (W^T b') + (X^T b' + v^T k'), with b' and k'
        decayed to the chunk's end.
@@ -71,7 +72,7 @@ def scan(
     """
     T, H, K = r.shape[1:]
     B, V = r.shape[0], v.shape[3]
-    Q = min(chunk, T)
+    Q = min(chunk, 1 << (T - 1).bit_length())  # others fail to compile for rocm
     pad = -T % Q
     n = (T + pad) // Q  # chunks
 
