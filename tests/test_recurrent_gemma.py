@@ -276,8 +276,8 @@ def test_the_tail_has_the_convolutions_width(kernel: int, tmp_path: Path) -> Non
     text = tokens(11)
     want, want_state = one.oracle.run(text)
     assert want_state["layers.0.conv"].shape == (kernel - 1, 40)
-    for cuts in ([1, 1, 6, 3], [4, 1, 6], [6, 5]):
-        logits, state = one.driver.prefill(text, 6, cuts=cuts)
+    for chunk, cuts in ((6, [1, 1, 6, 3]), (6, [4, 1, 6]), (6, [6, 5]), (1, None)):
+        logits, state = one.driver.prefill(text, chunk, cuts=cuts)
         assert relative(logits, want[-1]) < CLOSE
         assert one.driver.agree(state, want_state, 11) < CLOSE
 

@@ -83,7 +83,7 @@ def scan(
 
     The arithmetic is that of `step` folded, so a prompt cut anywhere gives the same digits. An
     associative scan does more of it, log T times over all tokens, and every level of it is kernels
-    of its own: of 256 tokens of 2560 channels it makes 104 kernels and takes 4 times as long on a
+    of its own: of 256 tokens of 2560 channels it makes 104 kernels and takes 3 times as long on a
     CPU. Products of pairs of tokens (as in SSD) take 20 times as long, for every channel has decays
     of its own.
     """
