@@ -89,13 +89,12 @@ def scan(
     right = jnp.concatenate([b, k], axis=3) * jnp.tile(jnp.exp(middle - upto), (2, 1))
     pairs = nn.matmul(left, right.swapaxes(-1, -2))  # [B, n, H, 2Q, 2Q]
     i, j = nn.iota(Q)[:, None], nn.iota(Q)[None, :]
-    ab = jnp.where(j < i, pairs[..., :Q, :Q], 0.0)
     ak = jnp.where(j < i, pairs[..., :Q, Q:], 0.0)
     inclusive = jnp.tile(j <= i, (1, 2))
     rbk = jnp.where(inclusive, pairs[..., Q:, :], 0.0)
 
     known = jnp.concatenate([a * jnp.exp(before), nn.matmul(ak, v)], axis=-1)  # 2.
-    solved = nn.matmul(inverse(ab), known)
+    solved = nn.matmul(inverse(pairs[..., :Q, :Q]), known)
     W, X = solved[..., :K], solved[..., K:]
 
     to_end = jnp.exp(end - upto)  # 3.
@@ -116,20 +115,23 @@ def scan(
     return y.transpose(0, 1, 3, 2, 4).reshape(B, T + pad, H, V)[:, :T], state
 
 
-def inverse(lower: Array) -> Array:
-    """(I - A)^-1 of strictly lower triangular A [..., Q, Q].
+def inverse(A: Array) -> Array:
+    """(I - A)^-1 of the part of A [..., Q, Q] below its diagonal; the rest is not read.
 
     Blocks of s rows are joined in pairs, s = 1, 2, 4 …: with P and R the inverses of two
-    neighbours and C the block of A below the first, that of both is [[P, 0], [R C P, R]].
+    neighbours and C the block of A below the first, that of both is [[P, 0], [R C P, R]]. This is
+    as exact as substitution row by row (2e-7 of the largest value), in 2 log2(Q) products. The
+    series I + A + A² + …, doubled, is off by 3e-4 for nearly parallel keys at Q = 16 and by 1e11
+    at Q = 64.
     """
-    Q, size = lower.shape[-1], 1
+    Q, size = A.shape[-1], 1
     at = np.arange(Q)
     found = jnp.asarray(np.eye(Q, dtype=np.float32))
     while size < Q:
         # Only what a kernel compares at run time is an operation of the graph, not the divisions.
         half, whole = (jnp.asarray((at // each).astype(np.int32)) for each in (size, 2 * size))
         pair = (whole[:, None] == whole[None, :]) & (half[:, None] > half[None, :])
-        below = jnp.where(pair, lower, 0.0)
+        below = jnp.where(pair, A, 0.0)
         joined = below if size == 1 else nn.matmul(nn.matmul(found, below), found)
         found, size = found + joined, 2 * size
-    return jnp.broadcast_to(found, lower.shape)
+    return jnp.broadcast_to(found, A.shape)
