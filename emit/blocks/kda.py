@@ -22,7 +22,7 @@ from emit.ops import conv, delta, nn
 from emit.state import StateSpec
 from emit.weights import Param, depthwise_kernel, matrix, vector
 
-SCAN_CHUNK = 32
+SCAN_CHUNK = 32  # 64 is a quarter more work on a CPU, 16 a fifth less in two fifths more kernels
 PARTS = ("q", "k", "v")
 
 

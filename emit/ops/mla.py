@@ -71,12 +71,10 @@ def scan(
     scale: float,
 ) -> tuple[Array, Array]:
     """T tokens a row, written and then attending to the region: -> (y [B, T, H, V], region)."""
-    t = nn.iota(n.shape[1])
-    row = jnp.concatenate([latent, shared], axis=-1)
-    row = jnp.where((t[None, :] < lengths[:, None])[:, :, None], row, 0.0)  # infinite padding too
-    region = attention.write(region, row[:, :, None], positions, lengths)
+    row = jnp.concatenate([latent, shared], axis=-1)[:, :, None]
+    region = attention.write(region, row, positions, lengths)
     c = jnp.arange(region.shape[2], dtype=jnp.int32)[None, None, :]
-    seen = c <= positions[:, None, None] + t[None, :, None]
+    seen = c <= positions[:, None, None] + nn.iota(n.shape[1])[None, :, None]
     return _read(n, p, up_k, up_v, region, seen, scale), region
 
 
