@@ -84,14 +84,25 @@ def keeps_kv(checkpoint: Path) -> bool:
     return Model.of(read_config(checkpoint)).keeps_kv
 
 
-class Transformers:
+def library() -> Any:
+    """transformers, with RWKV-7 from the package rwkv7-hf among its models."""
+    import transformers
+    from rwkv7_hf.configuration_rwkv7 import RWKV7Config
+    from rwkv7_hf.modeling_rwkv7 import RWKV7ForCausalLM
+
+    transformers.logging.set_verbosity_error()
+    transformers.AutoConfig.register("rwkv7", RWKV7Config, exist_ok=True)
+    transformers.AutoModelForCausalLM.register(RWKV7Config, RWKV7ForCausalLM, exist_ok=True)
+    return transformers
+
+
+class Theirs:
     """The library's model."""
 
     def __init__(self, checkpoint: Path):
         import torch
-        import transformers
 
-        transformers.logging.set_verbosity_error()
+        transformers = library()
         load = transformers.AutoModelForCausalLM.from_pretrained
         self.torch, self.model = torch, load(checkpoint, dtype=torch.float32).eval()
         self.model.generation_config.eos_token_id = None
@@ -124,8 +135,8 @@ class Transformers:
 def middle(family: str, directory: Path) -> Path:
     """A mid-size checkpoint of random weights, of variance 1/inputs, written by the library."""
     import torch
-    import transformers
 
+    transformers = library()
     config = transformers.AutoConfig.for_model(family, **BASE, **MIDDLE[family])
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config)
@@ -145,7 +156,7 @@ def figures(family: str, size: str, options: argparse.Namespace, directory: Path
     vocabulary = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
     prompt = np.random.default_rng(0).integers(0, vocabulary, options.prompt).tolist()
     ours = Ours(checkpoint, options.prompt + options.new, directory / f"{family}-{size}")
-    theirs = Transformers(checkpoint)
+    theirs = Theirs(checkpoint)
     spent: list[list[float]] = []
     difference, margin = 0.0, float("inf")
     for _ in range(options.rounds):

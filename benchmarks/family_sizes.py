@@ -56,4 +56,16 @@ MIDDLE: dict[str, dict[str, Any]] = {
         "intermediate_size": 4608,
         "attention_window_size": 1024,
     },
+    "rwkv7": {
+        "hidden_size": 768,
+        "num_hidden_layers": 12,
+        "num_heads": 12,
+        "head_dim": 64,
+        "intermediate_size": 3072,
+        "value_dim": [768] * 12,
+        "decay_low_rank_dim": 64,
+        "a_low_rank_dim": 64,
+        "v_low_rank_dim": 32,
+        "gate_low_rank_dim": 128,
+    },
 }
