@@ -186,7 +186,7 @@ def _inverse(A: Array) -> Array:
     nothing is left of float32 at Q = 64.
     """
     Q = A.shape[-1]
-    R = np.eye(Q, dtype=np.float32) - A * _halves(Q, 1)
+    R = jnp.asarray(np.eye(Q, dtype=np.float32)) - A * _halves(Q, 1)
     size = 2
     while size < Q:
         R = R - nn.matmul(R, nn.matmul(A * _halves(Q, size), R))
