@@ -1,13 +1,16 @@
-"""The handed RWKV-7 and RecurrentGemma against mlx-lm, a second opinion that shares no code."""
+"""Handed checkpoints against mlx-lm, a second opinion that shares no code."""
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
+import cases
 import mlx_reference
 import pytest
 import references
+import safetensors.numpy
 
 pytestmark = pytest.mark.oracle
 
@@ -34,6 +37,22 @@ def test_recurrent_gemma(tmp_path: Path) -> None:
         mlx_reference.check(model, row)
     for layer in model.layers:
         layer.temporal_pre_norm.eps = layer.channel_pre_norm.eps = 1e-6
+    every_token(name, model)
+
+
+def test_kimi_linear(tmp_path: Path) -> None:
+    """The library knows a first layer's FFN by its published name only, and its latent norm has
+    the layers' epsilon of 1e-5, which moves these logits by 1e-6."""
+    name = "kimi_linear/handed"
+    written, renamed = checkpoint(name, tmp_path), tmp_path / "renamed"
+    renamed.mkdir()
+    shutil.copy(written / "config.json", renamed)
+    tensors = safetensors.numpy.load_file(written / "model.safetensors")
+    cases.write_tensors(
+        renamed, {key.replace(".0.block_sparse_moe.", ".0.mlp."): t for key, t in tensors.items()}
+    )
+    model = mlx_reference.load(renamed, rope_theta=1e4)
+    model.layers[3].self_attn.kv_a_layernorm.eps = 1e-6
     every_token(name, model)
 
 
