@@ -10,8 +10,9 @@ output, as two parameters `embed_q` and `unembed_out`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from jax import Array
@@ -21,6 +22,13 @@ from emit.errors import EmitError
 from emit.ops import mla, nn, rope
 from emit.state import StateSpec
 from emit.weights import Param, matrix, vector
+
+
+def rows_of_heads(tensor: np.ndarray, heads: int, part: slice, transpose: bool) -> np.ndarray:
+    """Rows `part` of each head's [outputs, inputs] of a projection that has them one below another,
+    as a stack of matrices, turned where `transpose`."""
+    each = tensor.reshape(heads, -1, tensor.shape[1])[:, part]
+    return each.swapaxes(1, 2) if transpose else each
 
 
 @dataclass(frozen=True)
@@ -84,21 +92,15 @@ class Mla:
 
     def _half(self, name: str, source: str, part: slice, transpose: bool = False) -> Param:
         """The keys' or the values' rows of kv_b_proj, a matrix [outputs, inputs] for each head."""
-        stored = (self.num_heads, self.nope_dim + self.value_dim, self.kv_rank)
-        whole = (stored[0] * stored[1], stored[2])
-        rows = len(range(*part.indices(stored[1])))
-        shape = (stored[2], rows) if transpose else (rows, stored[2])
-        take: Callable[[np.ndarray], np.ndarray] = (
-            (lambda w: w.reshape(stored)[:, part].swapaxes(1, 2))
-            if transpose
-            else (lambda w: w.reshape(stored)[:, part])
-        )
+        width = self.nope_dim + self.value_dim
+        rows = len(range(*part.indices(width)))
+        shape = (self.kv_rank, rows) if transpose else (rows, self.kv_rank)
         return Param(
             name,
             (self.num_heads, *shape),
             (source + "kv_b_proj.weight",),
-            whole,
-            take,
+            (self.num_heads * width, self.kv_rank),
+            partial(rows_of_heads, heads=self.num_heads, part=part, transpose=transpose),
             matrix=True,
             scale=self.kv_rank**-0.5,
         )
