@@ -159,6 +159,7 @@ def test_layers_without_a_word_are_the_library_s() -> None:
         ({"num_experts": 6, "num_local_experts": 8}, "num_local_experts = 8 contradicts 6"),
         ({"hidden_act": "situ"}, "hidden_act = 'situ', expected one of gelu"),
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim = 1, expected 2 or more"),
+        ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers = 2147483647, expected 1000 at most"),
         ({"rms_norm_eps": 0.0}, "rms_norm_eps = 0 must be above 0"),
     ],
 )

@@ -35,6 +35,7 @@ from emit.state import StateSpec
 from emit.weights import WeightMap
 
 LATENT_EPS = 1e-6
+MAX_LAYERS = 1000
 MIXERS = ("linear_attention", "full_attention")
 FEED_FORWARDS = ("dense", "sparse")
 NAMES = Names(up="w3", down="w2", gate="w1")
@@ -112,6 +113,11 @@ class Config:
         """Read either dialect of config.json; EmitError lists every key that does not fit."""
         given, listed = _spread(raw)
         cfg = config_reader.read(cls, given, ignored=IGNORED, only=ONLY, aliases=ALIASES)
+        if cfg.num_hidden_layers > MAX_LAYERS:
+            raise EmitError(
+                f"config.json of kimi_linear: num_hidden_layers = {cfg.num_hidden_layers}, expected"
+                f" {MAX_LAYERS} at most"
+            )
         problems, every = [], range(cfg.num_hidden_layers)
         kinds = cfg.layer_types or listed
         if kinds is None:
