@@ -112,13 +112,7 @@ class Theirs:
         for module in self.model.modules():  # state that outlives a call to generate
             if hasattr(module, "recurrent_states"):
                 module.recurrent_states = None
-        self._generate(prompt, 1)
-        first = self._generate(prompt, 1)[0]
-        whole, tokens, logits = self._generate(prompt, new)
-        return first, whole - first, tokens, logits
-
-    def _generate(self, prompt: Sequence[int], new: int) -> tuple[float, list[int], np.ndarray]:
-        given, begin = self.torch.tensor([list(prompt)]), time.perf_counter()
+        given, clock, begin = self.torch.tensor([list(prompt)]), _Clock(), time.perf_counter()
         out = self.model.generate(
             given,
             attention_mask=self.torch.ones_like(given),
@@ -126,10 +120,26 @@ class Theirs:
             do_sample=False,
             output_logits=True,
             return_dict_in_generate=True,
+            streamer=clock,
         )
-        spent = time.perf_counter() - begin
+        first, last = clock.times[1], clock.times[-1]
         logits = self.torch.cat(out.logits).numpy()
-        return spent, out.sequences[0, len(prompt) :].tolist(), logits
+        return first - begin, last - first, out.sequences[0, len(prompt) :].tolist(), logits
+
+
+class _Clock:
+    """When `generate` had its prompt, and each token."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Any) -> None:
+        """Called with the prompt, then with each token."""
+        del value
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Called after the last."""
 
 
 def middle(family: str, directory: Path) -> Path:
