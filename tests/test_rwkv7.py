@@ -48,6 +48,7 @@ def test_sizes_that_follow_from_others() -> None:
     assert (cfg.num_heads, cfg.head_dim, cfg.attention_hidden_size) == (2, 64, 128)
     assert cfg.intermediate_size == 512
     assert read(num_heads=4, head_dim=None).head_dim == 10
+    assert read(num_heads=None, head_dim=None, hidden_size=192).num_heads == 3
     assert read(intermediate_size=..., hidden_ratio=3.3).intermediate_size == 160  # from 132
     assert read(intermediate_size=None, hidden_ratio=None).intermediate_size == 160
     wide = read(attention_hidden_size=48, head_dim=16, num_heads=None)
@@ -75,6 +76,7 @@ def test_the_group_norms_epsilon_grows_with_the_head() -> None:
         ({"hidden_act": "silu"}, 'hidden_act = "silu" is not supported (only "sqrelu")'),
         ({"value_dim": [40, 40]}, "value_dim = [40, 40], expected 40 for each of 3 layers"),
         ({"value_dim": [40, 80, 40]}, "value_dim = [40, 80, 40], expected 40 for each"),
+        ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers = 2147483647, expected 1000 at most"),
         ({"num_heads": 4}, "num_heads × head_dim = 4 × 8, expected 40"),
         ({"head_dim": 16, "num_heads": None}, "num_heads × head_dim = 2 × 16, expected 40"),
         ({"num_attention_heads": 4}, "num_attention_heads = 4 contradicts 5"),

@@ -40,6 +40,8 @@ IGNORED = frozenset(
 )
 ONLY = {"attn": None, "hidden_act": "sqrelu"}
 ALIASES = {"num_attention_heads": "num_heads"}
+HEAD = 64  # where a config says neither how many heads nor how large
+MAX_LAYERS = 1000
 ROUNDED = 32  # a width that follows from hidden_ratio is a multiple of it
 
 
@@ -70,9 +72,13 @@ class Config:
         """Read config.json of either library; EmitError lists every key that does not fit."""
         cfg = config_reader.read(cls, raw, ignored=IGNORED, only=ONLY, aliases=ALIASES)
         inner = cfg.attention_hidden_size or cfg.hidden_size
-        heads = cfg.num_heads or (max(1, inner // cfg.head_dim) if cfg.head_dim else 1)
-        head_dim = cfg.head_dim or max(1, inner // heads)
+        head_dim = cfg.head_dim or (max(1, inner // cfg.num_heads) if cfg.num_heads else HEAD)
+        heads = cfg.num_heads or max(1, inner // head_dim)
         wide, wrong = cfg.intermediate_size, []
+        if cfg.num_hidden_layers > MAX_LAYERS:
+            wrong.append(
+                f"num_hidden_layers = {cfg.num_hidden_layers}, expected {MAX_LAYERS} at most"
+            )
         if wide is None:
             ratio = 4.0 if cfg.hidden_ratio is None else cfg.hidden_ratio
             if not 0 < ratio * cfg.hidden_size < 2**31 - ROUNDED:
@@ -81,9 +87,10 @@ class Config:
             wide = -(-int(ratio * cfg.hidden_size) // ROUNDED) * ROUNDED
         if heads * head_dim != inner:
             wrong.append(f"num_heads × head_dim = {heads} × {head_dim}, expected {inner}")
-        if cfg.value_dim is not None and cfg.value_dim != (inner,) * cfg.num_hidden_layers:
+        widths = cfg.value_dim or (inner,)
+        if set(widths) != {inner} or (cfg.value_dim and len(widths) != cfg.num_hidden_layers):
             wrong.append(
-                f"value_dim = {list(cfg.value_dim[:5])}, expected {inner} for each of"
+                f"value_dim = {list(widths[:5])}, expected {inner} for each of"
                 f" {cfg.num_hidden_layers} layers"
             )
         if not 0 < cfg.norm_eps < float("inf"):
