@@ -127,6 +127,25 @@ class Theirs:
         return first - begin, last - first, out.sequences[0, len(prompt) :].tolist(), logits
 
 
+class TheirRwkv(Theirs):
+    """rwkv7-hf: its own `generate` reads the whole text again for each token."""
+
+    def run(self, prompt: Sequence[int], new: int) -> tuple[float, float, list[int], np.ndarray]:
+        """As `Theirs.run`, a call of the model a token."""
+        tokens: list[int] = []
+        rows: list[np.ndarray] = []
+        state, given, times = None, list(prompt), [time.perf_counter()]
+        with self.torch.no_grad():
+            for _ in range(new):
+                out = self.model(self.torch.tensor([given]), past_key_values=state, use_cache=True)
+                state = out.past_key_values
+                rows.append(out.logits[0, -1].numpy())
+                tokens.append(int(np.argmax(rows[-1])))
+                given = tokens[-1:]
+                times.append(time.perf_counter())
+        return times[1] - times[0], times[-1] - times[1], tokens, np.array(rows)
+
+
 class _Clock:
     """When `generate` had its prompt, and each token."""
 
@@ -166,7 +185,7 @@ def figures(family: str, size: str, options: argparse.Namespace, directory: Path
     vocabulary = json.loads((checkpoint / "config.json").read_text())["vocab_size"]
     prompt = np.random.default_rng(0).integers(0, vocabulary, options.prompt).tolist()
     ours = Ours(checkpoint, options.prompt + options.new, directory / f"{family}-{size}")
-    theirs = Theirs(checkpoint)
+    theirs = (TheirRwkv if family == "rwkv7" else Theirs)(checkpoint)
     spent: list[list[float]] = []
     difference, margin = 0.0, float("inf")
     for _ in range(options.rounds):
