@@ -140,14 +140,6 @@ def test_at_the_limits_of_gates_and_keys(
         assert relative(state[0, h], want_state[h]) < TOLERANCE
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 16, 37, 64])
-def test_the_inverse_is_exact_where_it_can_be(size: int) -> None:
-    """Of -1 everywhere below: then (I - A)^-1 has -1 below its diagonal and 0 elsewhere."""
-    A = np.where(np.tri(size, k=-1), -1, np.full((2, size, size), HUGE)).astype(np.float32)
-    want = np.eye(size) - np.eye(size, k=-1)
-    assert np.array_equal(jax.jit(wkv7.inverse)(A), np.broadcast_to(want, A.shape))
-
-
 @pytest.mark.parametrize("steps", [1, 7, 70])
 def test_padding_changes_no_bit(steps: int) -> None:
     run: Callable[..., Any] = step if steps == 1 else scan

@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from emit.ops import nn
+from emit.ops import nn, triangular
 
 L2_EPS = 1e-6
 GRID = 256.0
@@ -62,7 +62,7 @@ def scan(
     decay from after token j up to token i of a chunk, by channels c, and S the state before it:
 
     1. M[i, j] = sum_c k[i] D[i, j] k[j], j < i;  N[i, j] = sum_c q[i] D[i, j] k[j], j <= i.
-    2. R = (I + Diag(beta) M)^-1, by `_inverse`.
+    2. R = (I + Diag(beta) M)^-1, by `triangular.inverse`.
     3. u = R beta (v - (k D[., start])^T S): what each token writes to its key.
     4. y = (q D[., start])^T S + N u;  S <- D[end, start] S + (k D[end, .])^T u.
 
@@ -92,7 +92,7 @@ def scan(
     else:
         q, k = _per_head(q, H), _per_head(k, H)
         M, N = _pairs_of_channels(q, k, cum)
-    R = _inverse(beta * M)
+    R = triangular.inverse(beta * M)
     start = jnp.exp(cum[0] + cum[1])  # D[., start]
     end = jnp.exp((cum[0][..., -1:, :] - cum[0]) + (cum[1][..., -1:, :] - cum[1]))  # D[end, .]
     readers = jnp.concatenate([k * start, q * start], axis=3)  # [B, n, H, 2Q, K]
@@ -149,7 +149,7 @@ def _pairs_of_channels(q: Array, k: Array, cum: Sums) -> tuple[Array, Array]:
         middle = _middles(cum[0], size), _middles(cum[1], size)
         since = (cum[0] - middle[0]) + (cum[1] - middle[1])
         scales.append(jnp.exp(since * second))
-        masks.append(_halves(Q, size))
+        masks.append(triangular.halves(Q, size))
         size *= 2
     scale = jnp.stack(scales, axis=3)  # [B, n, H, levels, Q, K]
     keys = k[:, :, :, None] * scale
@@ -174,31 +174,3 @@ def _per_head(a: Array, heads: int) -> Array:
         return a
     spread = jnp.broadcast_to(a[:, :, :, None], (B, n, G, heads // G, *a.shape[3:]))
     return spread.reshape(B, n, heads, *a.shape[3:])
-
-
-def _inverse(A: Array) -> Array:
-    """(I + A)^-1 of strictly lower A [..., Q, Q], Q a power of two.
-
-    The inverse of [[X, 0], [C, Y]] is [[X', 0], [-Y' C X', Y']] with X' and Y' those of its halves:
-    from diagonal blocks of 1 up to Q, two products for each size but the first. As stable as
-    forward substitution, which would be Q steps. The doublings (I - A)(I + A²)(I + A⁴)... are as
-    many products, but their terms grow as binomials where keys are nearly parallel, and cancel:
-    nothing is left of float32 at Q = 64.
-    """
-    Q = A.shape[-1]
-    R = jnp.asarray(np.eye(Q, dtype=np.float32)) - A * _halves(Q, 1)
-    size = 2
-    while size < Q:
-        R = R - nn.matmul(R, nn.matmul(A * _halves(Q, size), R))
-        size *= 2
-    return R
-
-
-def _halves(Q: int, size: int) -> np.ndarray:
-    """1 for rows of the second and columns of the first half of each diagonal block of 2 `size`.
-
-    f32[Q, Q], 0 elsewhere; a factor, for a kernel that selects by a constant of booleans and
-    multiplies has been seen to run for ever on vulkan.
-    """
-    at = np.arange(Q) // size
-    return ((at[:, None] == at[None, :] + 1) & (at[:, None] % 2 == 1)).astype(np.float32)

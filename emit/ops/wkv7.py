@@ -21,10 +21,9 @@ is exactly.
 from __future__ import annotations
 
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
-from emit.ops import nn
+from emit.ops import nn, triangular
 
 
 def step(
@@ -65,7 +64,8 @@ def scan(
     1. Products of pairs of tokens, decays between them included: a and r with b and k. They are
        products of vectors scaled by G[t] / G[m] and G[m] / G[j], m the middle of the chunk, which
        a decay of at least exp(-exp(-1/2)) keeps in range for chunks of up to 64.
-    2. u = (I - A)^-1 (a G S[0] + (a k) v), A the products of a and b, j < t: as X + W S[0].
+    2. u = (I - A)^-1 (a G S[0] + (a k) v), A the products of a and b, j < t: as X + W S[0]. The
+       inverse is that of `ops.triangular`.
     3. The recurrence over chunk states, S' = S G + S (W^T b') + (X^T b' + v^T k'), with b' and k'
        decayed to the chunk's end.
     4. y = r G S[0] + (r b) u + (r k) v.
@@ -94,7 +94,7 @@ def scan(
     rbk = jnp.where(inclusive, pairs[..., Q:, :], 0.0)
 
     known = jnp.concatenate([a * jnp.exp(before), nn.matmul(ak, v)], axis=-1)  # 2.
-    solved = nn.matmul(inverse(pairs[..., :Q, :Q]), known)
+    solved = nn.matmul(triangular.inverse(-pairs[..., :Q, :Q]), known)
     W, X = solved[..., :K], solved[..., K:]
 
     to_end = jnp.exp(end - upto)  # 3.
@@ -113,25 +113,3 @@ def scan(
     u = X + carried[..., :Q, :]
     y = carried[..., Q:, :] + nn.matmul(rbk, jnp.concatenate([u, v], axis=3))
     return y.transpose(0, 1, 3, 2, 4).reshape(B, T + pad, H, V)[:, :T], state
-
-
-def inverse(A: Array) -> Array:
-    """(I - A)^-1 of the part of A [..., Q, Q] below its diagonal; the rest is not read.
-
-    Blocks of s rows are joined in pairs, s = 1, 2, 4 …: with P and R the inverses of two
-    neighbours and C the block of A below the first, that of both is [[P, 0], [R C P, R]]. This is
-    as exact as substitution row by row (2e-7 of the largest value), in 2 log2(Q) products. The
-    series I + A + A² + …, doubled, is off by 3e-4 for nearly parallel keys at Q = 16 and by 1e11
-    at Q = 64.
-    """
-    Q, size = A.shape[-1], 1
-    at = np.arange(Q)
-    found = jnp.asarray(np.eye(Q, dtype=np.float32))
-    while size < Q:
-        # Only what a kernel compares at run time is an operation of the graph, not the divisions.
-        half, whole = (jnp.asarray((at // each).astype(np.int32)) for each in (size, 2 * size))
-        pair = (whole[:, None] == whole[None, :]) & (half[:, None] > half[None, :])
-        below = jnp.where(pair, A, 0.0)
-        joined = below if size == 1 else nn.matmul(nn.matmul(found, below), found)
-        found, size = found + joined, 2 * size
-    return jnp.broadcast_to(found, A.shape)
