@@ -21,7 +21,9 @@ from emit.ops import conv, delta, nn
 from emit.state import StateSpec
 from emit.weights import Param, depthwise_kernel, matrix, vector
 
-SCAN_CHUNK = 32
+# The tokens of a chunk: with 32 a model of many layers takes a fifth longer to compile, while the scan
+# itself is up to twice as fast on a CPU.
+SCAN_CHUNK = 64
 
 
 def grouped_by_kind(tensor: np.ndarray, groups: int, sizes: tuple[int, ...]) -> np.ndarray:
