@@ -21,7 +21,7 @@ from emit.ops import conv, delta, nn
 from emit.state import StateSpec
 from emit.weights import Param, depthwise_kernel, matrix, vector
 
-# The tokens of a chunk: with 32 a model of many layers takes a fifth longer to compile, while the scan
+# Tokens of a chunk. With 32 a model of many layers takes longer to compile by a fifth, and the scan
 # itself is up to twice as fast on a CPU.
 SCAN_CHUNK = 64
 
