@@ -31,9 +31,18 @@ CHUNK = 64
 START = 9  # tokens that a state in use has seen
 SCHEDULED = cases.FIRST
 DEFAULT = ("mamba2", "nemotron_h")  # families whose schedules run in a default run
+
+
+def _marks(case: cases.Case) -> tuple[Any, ...]:
+    """How often a row runs: by default, in slow runs, or in thorough ones."""
+    if case in cases.QUICK:
+        return ()
+    return (pytest.mark.slow,) if case in cases.SEVERAL else (pytest.mark.thorough,)
+
+
 every_case = pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=() if c in cases.QUICK else pytest.mark.slow) for c in cases.CASES],
+    [pytest.param(c, marks=_marks(c)) for c in cases.CASES],
     ids=cases.ids,
 )
 scheduled_case = pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from runtime import manifest as manifests
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_BYTES = 4e9  # of the emitting process and of the compiler
 # The largest published model of each family, its parameters, and the target that the slow tests
-# compile it for; the other of the two has the marker `fullsize`. One chunk size, as each is a graph
+# compile it for; the other of the two has the marker `thorough`. One chunk size, as each is a graph
 # of its own; what the recipes' shapes cost is in benchmarks/NOTES.md.
 MODELS = {
     "mamba-codestral-7b": (7.3e9, "cpu"),
@@ -36,7 +36,7 @@ MODELS = {
     "recurrentgemma-9b": (8.58e9, "cpu"),
 }
 BUILDS = [
-    pytest.param(name, t, marks=pytest.mark.slow if t == often else pytest.mark.fullsize)
+    pytest.param(name, t, marks=pytest.mark.slow if t == often else pytest.mark.thorough)
     for name, (_, often) in MODELS.items()
     for t in ("cuda-sm121", "cpu")
 ]
