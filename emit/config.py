@@ -104,11 +104,14 @@ def _convert(name: str, value: Any, kind: str) -> tuple[str | None, Any]:
         )
     number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if kind == "int" and number and (isinstance(value, int) or value.is_integer()):
-        if 0 < value < 2**31:
+        if 0 < value <= _most(name):
             return None, int(value)
+        if _most(name) < value < 2**31:
+            return f"{name} = {value}, expected {_most(name)} at most", None
         return f"{name} = {value} must be positive and below 2**31", None
     if kind == "Count" and isinstance(value, int) and number and 0 <= value < 2**31:
-        return None, value
+        most = _most(name)
+        return (None, value) if value <= most else (f"{name} = {value}, expected {most} at most", 0)
     if kind == "float" and _is_float(value):
         return None, float(value)
     if kind == "bool" and isinstance(value, bool):
@@ -125,6 +128,15 @@ def _convert(name: str, value: Any, kind: str) -> tuple[str | None, Any]:
     return f"{name} = {json.dumps(value)} is not of type {kind}", None
 
 
+def _most(name: str) -> int:
+    """The largest value of a number that lists are made of."""
+    if name == "num_hidden_layers":
+        return 1000
+    if "expert" in name and "size" not in name:
+        return 2**14
+    return 2**16 if name.endswith("head_dim") else 2**31 - 1
+
+
 def _is_float(value: Any) -> bool:
     """A JSON number, not NaN, that a float can hold."""
     if isinstance(value, int) and not isinstance(value, bool):
@@ -134,7 +146,7 @@ def _is_float(value: Any) -> bool:
 
 def alike(layers: Any) -> list[str]:
     """`layer_types` of a recurrent model of so many equal layers, whatever `layers` is."""
-    count = layers if isinstance(layers, int) and 0 < layers < 1000 else 0
+    count = layers if isinstance(layers, int) and 0 < layers <= 1000 else 0
     return ["linear_attention"] * count
 
 

@@ -69,7 +69,7 @@ class Model:
         raw = dequant.plain(raw)
         cfg = family.Config.read(raw)
         if context is None:
-            trained = raw.get("max_position_embeddings")
+            trained = raw.get("max_position_embeddings", raw.get("model_max_length"))
             bound = trained if isinstance(trained, int) and trained > 0 else DEFAULT_CONTEXT
             guess = cls(name, family, cfg, raw, min(bound, DEFAULT_CONTEXT))
             return guess if guess.keeps_kv else cls(name, family, cfg, raw)

@@ -8,6 +8,7 @@ instead of calling anything takes note of tensors; whatever else stands there en
 
 from __future__ import annotations
 
+import math
 import pickletools
 import re
 import reprlib
@@ -30,6 +31,11 @@ STORAGES = {
     "torch.HalfStorage": ("F16", np.dtype("<f2")),
     "torch.BFloat16Storage": ("BF16", np.dtype(ml_dtypes.bfloat16)),
 }
+# What zipfile raises for archives that are damaged or made to be.
+_DAMAGED = (
+    zipfile.BadZipFile, NotImplementedError, UnicodeError, OSError, ValueError, EOFError,
+    RuntimeError, struct.error,
+)  # fmt: skip
 WORDS = {dtype: word for word, dtype in STORAGES.values()}
 
 
@@ -69,7 +75,9 @@ class Pth:
         self.path = path
         try:
             self._archive = zipfile.ZipFile(path)
-        except zipfile.BadZipFile as error:
+        except FileNotFoundError:
+            raise bad(path, "no such file") from None
+        except _DAMAGED as error:
             raise bad(
                 path, f"not a zip archive ({error}); expected a file of torch 1.6 or later"
             ) from None
@@ -106,7 +114,7 @@ class Pth:
             if limit is not None and info.file_size > limit:
                 raise bad(self.path, f"{name}: {info.file_size} bytes, expected at most {limit}")
             return self._archive.read(info)
-        except (KeyError, zipfile.BadZipFile, NotImplementedError, EOFError) as error:
+        except (KeyError, *_DAMAGED) as error:
             raise bad(self.path, f"{name}: {error}; download the file again") from None
 
     def _check(self, name: str, tensor: Tensor) -> None:
@@ -122,6 +130,12 @@ class Pth:
                 self.path,
                 f"{name}: element {last} of data/{tensor.key}, which holds"
                 f" {size // tensor.dtype.itemsize}; download the file again",
+            )
+        if math.prod(tensor.shape) > size // tensor.dtype.itemsize:  # strides of 0
+            raise bad(
+                self.path,
+                f"{name}: shape {list(tensor.shape)} of the {size // tensor.dtype.itemsize}"
+                f" elements of data/{tensor.key}, expected each once",
             )
 
 
@@ -144,7 +158,7 @@ class _Machine:
                 if opcode.name == "STOP":
                     return self.stack.pop()
                 self._do(opcode.name, argument)
-        except (ValueError, IndexError, KeyError, TypeError, struct.error) as error:
+        except (ValueError, LookupError, TypeError, RecursionError, struct.error) as error:
             raise _Refused(f"is damaged ({type(error).__name__}: {error})") from None
         raise _Refused("does not end")
 
@@ -166,6 +180,8 @@ class _Machine:
             stack.append(_Name(argument.replace(" ", ".")))
         elif name == "STACK_GLOBAL":
             module, member = self._pop(2)
+            if not isinstance(module, str) or not isinstance(member, str):
+                raise _Refused("names what to import by what is not a text")
             stack.append(_Name(f"{module}.{member}"))
         elif name in ("TUPLE1", "TUPLE2", "TUPLE3"):
             stack.append(tuple(self._pop(int(name[-1]))))

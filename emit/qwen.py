@@ -91,7 +91,9 @@ class Config:
     def read(cls, raw: Mapping[str, Any]) -> Self:
         """Read either dialect of config.json; EmitError lists every key that does not fit."""
         family = raw.get("model_type")
-        given = {**raw, "text_prefix": "model."}
+        given = dict(raw)
+        if given.pop("text_prefix", None) is not None:
+            raise EmitError(f"config.json of {family}: text_prefix is not a known key")
         interval = given.pop("full_attention_interval", 4)
         if given.get("layer_types") is None:
             layers = given.get("num_hidden_layers", cls.num_hidden_layers)
@@ -279,7 +281,7 @@ def _every(family: Any, interval: Any, layers: Any) -> list[str]:
             f"config.json of {family}: full_attention_interval = {json.dumps(interval)}, "
             "expected 1 or more"
         )
-    count = layers if isinstance(layers, int) and 0 < layers < 1000 else 0
+    count = layers if isinstance(layers, int) and 0 < layers <= 1000 else 0
     return [KINDS[(i + 1) % interval == 0] for i in range(count)]
 
 

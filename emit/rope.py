@@ -78,8 +78,10 @@ def read(raw: Mapping[str, Any], head_dim: int, longest: int, theta: float = 100
         if not positive:
             problems.append(f"{name} = {value} must be above 0")
     partial = 1.0 if found.partial_rotary_factor is None else found.partial_rotary_factor
-    if not 2 <= int(head_dim * partial) <= head_dim or head_dim % 2:
+    if not 2 <= head_dim * partial < head_dim + 1 or head_dim % 2:
         problems.append(f"head_dim {head_dim} × partial_rotary_factor {partial:g} does not fit")
+    if kind == "llama3" and (found.low_freq_factor or 1.0) >= (found.high_freq_factor or 4.0):
+        problems.append("low_freq_factor, expected less than high_freq_factor")
     if problems:
         raise EmitError(f"config.json of {family}: " + "; ".join(problems))
     return _scaled(found, found.rope_theta or theta, int(head_dim * partial), longest)

@@ -134,6 +134,10 @@ def test_layers_without_a_word_are_the_library_s() -> None:
             "expected each of the numbers 1 to num_hidden_layers = 4",
         ),
         (nested(kda=[1, 2], full=[4]), "expected each of the numbers 1 to num_hidden_layers = 4"),
+        (
+            {"linear_attn_config": {"kda_layers": [1, 2, 3, 4]}, "layer_types": None},
+            "kda_layers and full_attn_layers, expected both or none",
+        ),
         (nested(kda=[1, 2, 3, 4]), "expected each of the numbers 1 to num_hidden_layers = 4"),
         (nested(kda=[1, 2, "3"]), "expected each of the numbers 1 to num_hidden_layers = 4"),
         ({"layer_types": [KDA] * 3}, "expected linear_attention or full_attention for each of"),
@@ -195,6 +199,15 @@ def test_published_sizes(name: str) -> None:
 
 
 # --- tensors ---------------------------------------------------------------------------------
+
+
+def test_no_shared_expert_is_written_as_empty_tensors(tmp_path: Path) -> None:
+    """As the library does."""
+    assert Model.of({**raw(), "model_max_length": 64}).context == 64
+    weight_map = Model.of({**raw(), "num_shared_experts": 0}).weight_map
+    assert "model.layers.2.block_sparse_moe.shared_experts." in weight_map.unused
+    assert not [p.name for p in weight_map.params if "shared_experts" in p.name]
+    assert not Model.of(raw()).weight_map.unused
 
 
 def test_the_first_layer_has_two_names_and_not_both(tmp_path: Path) -> None:

@@ -182,6 +182,20 @@ def test_both_dialects_read_the_same() -> None:
         ({"rope_theta": float("inf")}, "rope_theta = inf must be above 0"),
         ({"partial_rotary_factor": 1.5}, "partial_rotary_factor 1.5 does not fit"),
         ({"partial_rotary_factor": 0.01}, "partial_rotary_factor 0.01 does not fit"),
+        ({"partial_rotary_factor": 1e308}, "partial_rotary_factor 1e+308 does not fit"),
+        ({"partial_rotary_factor": float("inf")}, "partial_rotary_factor inf does not fit"),
+        (
+            {
+                "rope_scaling": {
+                    "type": "llama3",
+                    "factor": 8.0,
+                    "low_freq_factor": 4.0,
+                    "high_freq_factor": 4.0,
+                    "original_max_position_embeddings": 64,
+                }
+            },
+            "low_freq_factor, expected less than high_freq_factor",
+        ),
     ],
 )
 def test_what_is_refused(config: dict[str, Any], words: str) -> None:

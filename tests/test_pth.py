@@ -152,6 +152,9 @@ AFTER, WIDE = pickled({"a": rebuilt(ONE, (4,), 1)}), pickled({"a": rebuilt(ONE, 
         (b"garbage", "is damaged"),
         (b"\x80\x02cos\nsystem\nN" + b"q\x00h\x00\x86" * 60 + b"R.", "calls 'os.system' with (((("),
         (b"\x80\x02)" + b"\x85" * 5000 + b")R.", "calls"),
+        # A tuple of 2^40 parts, by reference: nobody may write it out.
+        (b"\x80\x02N" + b"q\x00h\x00\x86" * 40 + text("x") + b"\x93.", "is not a text"),
+        (b"\x80\x02)" + b"\x85" * 200_000 + text("x") + b"\x93.", "is not a text"),
     ],
 )
 def test_whatever_is_no_tensor_is_refused_in_one_line(
@@ -170,7 +173,7 @@ def test_whatever_is_no_tensor_is_refused_in_one_line(
     [
         (lambda p, of: archive(p, AFTER, of), "element 4 of data/0"),
         (lambda p, of: archive(p, WIDE, {}), "no file data/0"),
-        (lambda p, of: archive(p, WIDE, of), None),
+        (lambda p, of: archive(p, WIDE, of), "shape [9] of the 4 elements of data/0"),
         (lambda p, of: archive(p, pickled({}), of, byteorder=b"big"), "byteorder is not little"),
         (lambda p, of: archive(p, pickled({}), of, **{"x/data.pkl": b""}) and p, None),
         (lambda p, of: p.write_bytes(b"\x80\x02}."), "not a zip archive"),
@@ -240,6 +243,24 @@ def test_a_single_layer_of_bf16_heads(tmp_path: Path) -> None:
     wanted = load_file(checkpoint / "model.safetensors")
     assert all(same(found[name], array.astype(BF16)) for name, array in wanted.items())
     assert Driver.load(tmp_path / "out", "bf16").model.cfg.num_hidden_layers == 1
+
+
+def test_any_flipped_byte_is_read_or_refused_in_one_line(tmp_path: Path) -> None:
+    """Of the archive's directory and of everything else; nothing but EmitError comes out."""
+    good = saved(tmp_path / "x.pth", {"a": np.ones((2, 3), np.float32)}).read_bytes()
+    path, refused = tmp_path / "y.pth", 0
+    for at in range(len(good)):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 0x80]) + good[at + 1 :])
+        try:
+            opened = Pth(path)
+            for name in opened.tensors:
+                opened.read(name)
+        except EmitError as error:
+            refused += 1
+            assert str(path) in str(error) and "\n" not in str(error)
+    assert refused > len(good) // 2
+    with pytest.raises(EmitError, match=r"none\.pth: no such file"):
+        Pth(tmp_path / "none.pth")
 
 
 def test_other_models_are_refused(tmp_path: Path) -> None:

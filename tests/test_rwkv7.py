@@ -64,6 +64,10 @@ def test_only_the_first_layer_has_no_value_residual_and_a_norm_before_it() -> No
     assert "pre_norm" not in read(norm_first=False).norms(0)
 
 
+def test_one_width_of_values_is_that_of_each_layer() -> None:
+    assert read(value_dim=40) == read()
+
+
 def test_the_group_norms_epsilon_grows_with_the_head() -> None:
     assert read(hidden_size=128, head_dim=64, num_heads=2).time_mix(0).group_eps == 64e-5
     assert read(norm_eps=1e-3).time_mix(0).group_eps == 8e-3
@@ -75,6 +79,7 @@ def test_the_group_norms_epsilon_grows_with_the_head() -> None:
         ({"attn": {"layers": [1], "num_heads": 4}}, "attn = "),
         ({"hidden_act": "silu"}, 'hidden_act = "silu" is not supported (only "sqrelu")'),
         ({"value_dim": [40, 40]}, "value_dim = [40, 40], expected 40 for each of 3 layers"),
+        ({"value_dim": 80}, "value_dim = [80, 80, 80], expected 40 for each of 3 layers"),
         ({"value_dim": [40, 80, 40]}, "value_dim = [40, 80, 40], expected 40 for each"),
         ({"num_hidden_layers": 2**31 - 1}, "num_hidden_layers = 2147483647, expected 1000 at most"),
         ({"num_heads": 4}, "num_heads × head_dim = 4 × 8, expected 40"),

@@ -92,7 +92,7 @@ class Config:
         automatic = raw.get("mamba_d_head") == "auto"
         given = {k: v for k, v in raw.items() if k != "mamba_d_head" or not automatic}
         layers = given.get("num_hidden_layers", cls.num_hidden_layers)
-        count = layers if isinstance(layers, int) and 0 < layers < 1000 else 0
+        count = layers if isinstance(layers, int) and 0 < layers <= 1000 else 0
         if given.get("attn_layer_indices") == list(range(count)):
             del given["attn_layer_indices"]
         kinds = dict.fromkeys(("layer_types", "layers_block_type"), ["hybrid"] * count)

@@ -35,7 +35,6 @@ from emit.state import StateSpec
 from emit.weights import WeightMap
 
 LATENT_EPS = 1e-6
-MAX_LAYERS = 1000
 MIXERS = ("linear_attention", "full_attention")
 FEED_FORWARDS = ("dense", "sparse")
 NAMES = Names(up="w3", down="w2", gate="w1")
@@ -113,11 +112,6 @@ class Config:
         """Read either dialect of config.json; EmitError lists every key that does not fit."""
         given, listed = _spread(raw)
         cfg = config_reader.read(cls, given, ignored=IGNORED, only=ONLY, aliases=ALIASES)
-        if cfg.num_hidden_layers > MAX_LAYERS:
-            raise EmitError(
-                f"config.json of kimi_linear: num_hidden_layers = {cfg.num_hidden_layers}, expected"
-                f" {MAX_LAYERS} at most"
-            )
         problems, every = [], range(cfg.num_hidden_layers)
         kinds = cfg.layer_types or listed
         if kinds is None:
@@ -239,6 +233,13 @@ class Config:
                 (Branch("input_layernorm", "self_attn", self.mixer(i)), self.feed_forward(i))
                 for i in range(self.num_hidden_layers)
             ),
+            # The library writes those of no shared expert, empty.
+            unused=frozenset()
+            if self.num_shared_experts
+            else frozenset(
+                f"model.layers.{i}.block_sparse_moe.shared_experts."
+                for i in range(self.num_hidden_layers)
+            ),
         )
 
 
@@ -273,6 +274,8 @@ def _nested_problems(nested: Any, given: Mapping[str, Any]) -> list[str]:
     lists = [nested.get(key, []) for key in ("kda_layers", "full_attn_layers")]
     if not all(isinstance(each, list) for each in lists):
         return [*wrong, "linear_attn_config.kda_layers and full_attn_layers, expected lists"]
+    if len(nested.keys() & {"kda_layers", "full_attn_layers"}) == 1:
+        wrong.append("linear_attn_config: kda_layers and full_attn_layers, expected both or none")
     layers = [layer for each in lists for layer in each]
     count = given.get("num_hidden_layers", Config.num_hidden_layers)
     if "kda_layers" in nested and "full_attn_layers" in nested:

@@ -9,9 +9,9 @@ are soft-capped.
 Settled as in the library, where its predecessors differ: `attention_window_size` keys, the token's
 own among them (the vendor's code attends to one more); half of a head is rotated where a config
 does not say how much. Not as in the library: `_block_types`, the key of published files, is read
-(the library takes its default for it); a new text starts from nothing whatever the slot held, and
-its conv tail has `lru_width` channels (the library's state outlives a text of one token, and is of
-`hidden_size` channels then); a prompt may come in any parts.
+(the library takes its default for it); the recurrence starts from nothing at position 0, and all
+state of a slot from zeros (the library's outlives a text of one token); the convolution's tail has
+`lru_width` channels (there `hidden_size`, at first); a prompt may come in any parts.
 
 Refused: scaled RoPE, kinds of blocks other than `recurrent` and `attention`, any unknown key.
 """

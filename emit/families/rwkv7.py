@@ -41,7 +41,6 @@ IGNORED = frozenset(
 ONLY = {"attn": None, "hidden_act": "sqrelu"}
 ALIASES = {"num_attention_heads": "num_heads"}
 HEAD = 64  # where a config says neither how many heads nor how large
-MAX_LAYERS = 1000
 ROUNDED = 32  # a width that follows from hidden_ratio is a multiple of it
 
 
@@ -70,15 +69,14 @@ class Config:
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> Config:
         """Read config.json of either library; EmitError lists every key that does not fit."""
-        cfg = config_reader.read(cls, raw, ignored=IGNORED, only=ONLY, aliases=ALIASES)
+        given = dict(raw)
+        if isinstance(wide := given.get("value_dim"), int) and 0 < wide < 2**31:
+            given["value_dim"] = [wide] * len(config_reader.alike(raw.get("num_hidden_layers")))
+        cfg = config_reader.read(cls, given, ignored=IGNORED, only=ONLY, aliases=ALIASES)
         inner = cfg.attention_hidden_size or cfg.hidden_size
         head_dim = cfg.head_dim or (max(1, inner // cfg.num_heads) if cfg.num_heads else HEAD)
         heads = cfg.num_heads or max(1, inner // head_dim)
         wide, wrong = cfg.intermediate_size, []
-        if cfg.num_hidden_layers > MAX_LAYERS:
-            wrong.append(
-                f"num_hidden_layers = {cfg.num_hidden_layers}, expected {MAX_LAYERS} at most"
-            )
         if wide is None:
             ratio = 4.0 if cfg.hidden_ratio is None else cfg.hidden_ratio
             if not 0 < ratio * cfg.hidden_size < 2**31 - ROUNDED:

@@ -167,7 +167,8 @@ def hub(config: Mapping[str, Any]) -> dict[str, Any]:
     out = dict(config)
     kinds, feed_forwards = out.pop("layer_types"), out.pop("mlp_layer_types")
     dense = sum(kind == "dense" for kind in feed_forwards)
-    assert feed_forwards == ["dense"] * dense + ["sparse"] * (len(kinds) - dense)
+    if feed_forwards != ["dense"] * dense + ["sparse"] * (len(kinds) - dense):
+        out["mlp_layer_types"] = feed_forwards  # which other keys cannot say
     out["linear_attn_config"] = {
         "full_attn_layers": [i + 1 for i, kind in enumerate(kinds) if kind == "full_attention"],
         "kda_layers": [i + 1 for i, kind in enumerate(kinds) if kind == "linear_attention"],
