@@ -188,7 +188,7 @@ def task_gc():
 
 def task_test():
     """the tests that need no network and no GPU"""
-    side_by_side = ("-n", "auto", "--maxprocesses", "4", "--dist", "loadgroup")
+    side_by_side = ("-n", "auto", "--maxprocesses", "4")
     return {"actions": [action(partial(command, "pytest", *side_by_side))]}
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import tempfile
 from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -28,21 +31,26 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(lambda: shutil.rmtree(directory, ignore_errors=True))
 
 
-# Files of long tests that need not follow each other in one process (with `--dist loadgroup`).
-SPLIT = frozenset(
-    {"test_exact.py", "test_exact_devices.py", "test_fullsize.py", "test_selftest.py"}
-)
+# Files of long tests that need not follow each other in one process.
+SPLIT = frozenset({"test_exact", "test_exact_devices", "test_fullsize", "test_selftest"})
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests of a file in one process; of a long file, those of one bundle."""
-    for item in items:
-        name = item.path.name
-        if name in SPLIT:
-            given = getattr(getattr(item, "callspec", None), "params", {})
-            bundle = given.get("handed", given.get("opened"))
-            name = item.nodeid if bundle is None else f"{name}[{bundle}]"
-        item.add_marker(pytest.mark.xdist_group(name))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep the tests of a file in one process; of a long file, those of one family."""
+    import cases
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Files(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file, _, test = nodeid.partition("::")
+            if Path(file).stem not in SPLIT:
+                return file
+            words = re.split(r"[^a-z0-9_]+", test)
+            family = [name for name in cases.FAMILIES if name in words]
+            return f"{file}::{family[0]}" if family else nodeid
+
+    return Files(config, log)
 
 
 @pytest.fixture(scope="session", autouse=True)
