@@ -124,6 +124,11 @@ class Opened:
         manifest = manifests.load(path)
         return cls(path, manifest, open_bundle(path, manifest, device))
 
+    @property
+    def family(self) -> str:
+        """What `cases` calls its family: a text model may be under a name of its own."""
+        return self.manifest.model.family.removesuffix("_text")
+
     def session(self) -> Session:
         """Fresh slots."""
         return Session(self.device, self.manifest)

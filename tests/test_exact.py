@@ -58,7 +58,7 @@ def handed(request: pytest.FixtureRequest) -> Opened:
 
 
 def test_handed_checkpoint_generates_the_reference(handed: Opened) -> None:
-    check_references(handed, references.recorded(f"{handed.manifest.model.family}/handed")[1])
+    check_references(handed, references.recorded(f"{handed.family}/handed")[1])
 
 
 @pytest.mark.parametrize("name", OTHERS)
@@ -83,7 +83,7 @@ def test_a_wrong_token_or_logit_is_noticed() -> None:
 
 def test_the_command_generates_the_reference(handed: Opened) -> None:
     """Freely running, in a process of its own, with the logits it reports."""
-    every = references.recorded(f"{handed.manifest.model.family}/handed")[1]
+    every = references.recorded(f"{handed.family}/handed")[1]
     clear = [row for row in every if min(row.gaps) > bundles.NEAR_TIE]
     row = max(clear or every, key=lambda r: len(r.prompt) if clear else min(r.gaps))
     command = [sys.executable, "-m", "runtime", "generate", str(handed.path), "--json"]
@@ -98,7 +98,7 @@ def test_the_command_generates_the_reference(handed: Opened) -> None:
         assert top[0][0] == token
         # In decode the library does not clamp Nemotron-H's step size, as it does in prefill, and
         # its logits move away with every step.
-        if handed.manifest.model.family != "nemotron_h":
+        if handed.family != "nemotron_h":
             assert top[0][1] - top[1][1] == pytest.approx(gap, abs=1e-4)
 
 

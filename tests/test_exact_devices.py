@@ -61,7 +61,7 @@ def test_the_build_proved_the_bundle_on_the_device(opened: Opened) -> None:
 
 
 def test_handed_checkpoint_generates_the_reference(opened: Opened) -> None:
-    check_references(opened, references.recorded(f"{opened.manifest.model.family}/handed")[1])
+    check_references(opened, references.recorded(f"{opened.family}/handed")[1])
 
 
 def test_schedules_on_the_device(opened: Opened) -> None:
