@@ -37,15 +37,15 @@ SPLIT = 1e-5
 DECODED = 1e-4
 BATCH_ROW = 1e-6
 SHAPE = "b3-p8+32"  # of the handed checkpoint in all tests of schedules
-# Built also in a default run.
+# Built in a default run; of each family the first row in slow runs, and all in thorough ones. All
+# rows run under JAX in test_references.py.
 DEFAULT = ("mamba2/groups4_tied_no_conv_bias", "mamba2/bf16_sharded", "nemotron_h/latent_experts")
-COMPILED = 2  # rows of each family that are compiled; all run under JAX in test_references.py
 OTHERS = [
-    pytest.param(case.id, marks=() if case.id in DEFAULT else pytest.mark.slow)
-    for family in cases.FAMILIES
-    for case in [c for c in cases.CASES if c.family == family and not c.slow][:COMPILED]
+    pytest.param(case.id, marks=pytest.mark.slow if case in cases.FIRST else pytest.mark.thorough)
+    for case in cases.CASES
+    if case.id not in DEFAULT
 ]
-OTHERS += [name for name in DEFAULT if name not in [row.values[0] for row in OTHERS]]
+OTHERS += list(DEFAULT)
 
 
 @pytest.fixture(scope="module", params=bundles.HANDED)

@@ -33,16 +33,10 @@ SCHEDULED = cases.FIRST
 DEFAULT = ("mamba2", "nemotron_h")  # families whose schedules run in a default run
 
 
-def _marks(case: cases.Case) -> tuple[Any, ...]:
-    """How often a row runs: by default, in slow runs, or in thorough ones."""
-    if case in cases.QUICK:
-        return ()
-    return (pytest.mark.slow,) if case in cases.SEVERAL else (pytest.mark.thorough,)
-
-
+# Every row is compared with its recorded reference in slow runs (test_references.py).
 every_case = pytest.mark.parametrize(
     "case",
-    [pytest.param(c, marks=_marks(c)) for c in cases.CASES],
+    [pytest.param(c, marks=() if c in cases.QUICK else pytest.mark.thorough) for c in cases.CASES],
     ids=cases.ids,
 )
 scheduled_case = pytest.mark.parametrize(

@@ -41,8 +41,6 @@ CASES: tuple[Case, ...] = tuple(case for name in FAMILIES for case in family(nam
 # The first row of each family that is not slow, and with them mamba2's others: a default run.
 FIRST = [next(c for c in CASES if c.family == name and not c.slow) for name in FAMILIES]
 QUICK = [c for c in CASES if c in FIRST or (c.family == "mamba2" and not c.slow)]
-# The first rows of each family, for what is slow.
-SEVERAL = [c for name in FAMILIES for c in [c for c in CASES if c.family == name][:4]]
 
 
 def find(id: str) -> Case:
