@@ -134,7 +134,8 @@ class Attention:
             softcap=self.softcap,
         )
         if gate is not None:
-            y = y * jax.nn.sigmoid(gate)
+            # Behind a barrier: fused into the product before it, vulkan computes it wrongly.
+            y = jax.lax.optimization_barrier(y) * jax.nn.sigmoid(gate)
         y = nn.linear(y.reshape(B, T, -1), p["o_proj.weight"], p.get("o_proj.bias"))
         return y, {"k": keys, "v": values}
 
