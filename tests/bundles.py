@@ -35,8 +35,16 @@ from runtime.session import Session
 ROOT = Path(__file__).resolve().parent.parent
 # The handed checkpoint of each family; those of two run in a default run.
 DEFAULT = ("mamba2", "nemotron_h")
+VARIANTS = ("qwen3_5", "qwen3_5_moe")  # the layers of another family: in thorough runs
+
+
+def often(family: str) -> pytest.MarkDecorator:
+    """The mark of a test of a family that is not in a default run."""
+    return pytest.mark.thorough if family in VARIANTS else pytest.mark.slow
+
+
 HANDED = [
-    pytest.param(f"{f}/handed", marks=() if f in DEFAULT else pytest.mark.slow, id=f)
+    pytest.param(f"{f}/handed", marks=() if f in DEFAULT else often(f), id=f)
     for f in cases.FAMILIES
 ]
 NEAR_TIE = 0.01  # a difference of two logits that decides nothing

@@ -30,13 +30,13 @@ MARKS = {"vulkan": pytest.mark.vulkan, "cpu-aarch64": pytest.mark.aarch64}
 EMULATED = ("mamba2", "nemotron_h")  # families that run under qemu, where a call is a process
 
 
-COMPANY = (*EMULATED, "plamo2")  # a fixed state, a cache beside it, and a ring
+COMPANY = EMULATED  # a fixed state, and a cache beside it
 
 
 def on_devices(families: Sequence[str]) -> list[Any]:
     """(family, target) for the fixture `opened`."""
     return [
-        pytest.param((family, t), marks=[MARKS[t], pytest.mark.slow], id=f"{family}-{t}")
+        pytest.param((family, t), marks=[MARKS[t], bundles.often(family)], id=f"{family}-{t}")
         for t in TARGETS
         for family in families
         if family in EMULATED or t != "cpu-aarch64"
