@@ -16,6 +16,7 @@ from emit.errors import EmitError
 
 T = TypeVar("T")
 
+MOST_LAYERS = 1000
 Count = int  # in a Config: an int that may be 0; a plain `int` must be positive
 
 # Keys of any transformers config that say nothing about the graph.
@@ -131,7 +132,7 @@ def _convert(name: str, value: Any, kind: str) -> tuple[str | None, Any]:
 def _most(name: str) -> int:
     """The largest value of a number that lists are made of."""
     if name == "num_hidden_layers":
-        return 1000
+        return MOST_LAYERS
     if "expert" in name and "size" not in name:
         return 2**14
     return 2**16 if name.endswith("head_dim") else 2**31 - 1
@@ -144,10 +145,14 @@ def _is_float(value: Any) -> bool:
     return isinstance(value, float) and not math.isnan(value)
 
 
+def layer_count(layers: Any) -> int:
+    """`layers` to make a list of as many; 0 where `read` refuses that as a number of layers."""
+    return layers if isinstance(layers, int) and 0 < layers <= MOST_LAYERS else 0
+
+
 def alike(layers: Any) -> list[str]:
     """`layer_types` of a recurrent model of so many equal layers, whatever `layers` is."""
-    count = layers if isinstance(layers, int) and 0 < layers <= 1000 else 0
-    return ["linear_attention"] * count
+    return ["linear_attention"] * layer_count(layers)
 
 
 def token_ids(value: Any) -> tuple[int, ...]:

@@ -281,8 +281,7 @@ def _every(family: Any, interval: Any, layers: Any) -> list[str]:
             f"config.json of {family}: full_attention_interval = {json.dumps(interval)}, "
             "expected 1 or more"
         )
-    count = layers if isinstance(layers, int) and 0 < layers <= 1000 else 0
-    return [KINDS[(i + 1) % interval == 0] for i in range(count)]
+    return [KINDS[(i + 1) % interval == 0] for i in range(config_reader.layer_count(layers))]
 
 
 def _quarter(raw: Mapping[str, Any]) -> dict[str, Any]:

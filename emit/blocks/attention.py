@@ -23,6 +23,22 @@ from emit.state import StateSpec
 from emit.weights import Param, matrix, vector
 
 
+def places_for(context: int | None, positions: rope.Rope | None) -> int:
+    """The context, of a model with `positions` or without.
+
+    Raises EmitError without a context, and where positions do not reach that far.
+    """
+    if context is None:
+        raise EmitError("attention needs a context: add -c and its tokens to the shape")
+    limit = positions.limit if positions is not None else None
+    if limit is not None and context > limit:
+        raise EmitError(
+            f"context {context}: this model's rope scaling changes with the length of the text "
+            f"beyond {limit} tokens, which is not supported; build for a context up to that"
+        )
+    return context
+
+
 @dataclass(frozen=True)
 class Attention:
     """Sizes and variants of the mixer.
@@ -89,14 +105,7 @@ class Attention:
 
         Raises EmitError without a context, and where positions do not reach that far.
         """
-        if context is None:
-            raise EmitError("attention needs a context: add -c and its tokens to the shape")
-        limit = self.rope.limit if self.rope is not None else None
-        if limit is not None and context > limit:
-            raise EmitError(
-                f"context {context}: this model's rope scaling changes with the length of the text "
-                f"beyond {limit} tokens, which is not supported; build for a context up to that"
-            )
+        context = places_for(context, self.rope)
         places = context if self.window is None else min(self.window, context)
         shape = (1, self.num_kv_heads, places, self.head_dim)
         return [StateSpec(each, shape, "f32", 0, "per_position") for each in ("k", "v")]

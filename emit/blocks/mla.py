@@ -17,8 +17,8 @@ from functools import partial
 import numpy as np
 from jax import Array
 
+from emit.blocks.attention import places_for
 from emit.blocks.block import Rows, State
-from emit.errors import EmitError
 from emit.ops import mla, nn, rope
 from emit.state import StateSpec
 from emit.weights import Param, matrix, vector
@@ -110,15 +110,7 @@ class Mla:
 
         Raises EmitError without a context, and where positions do not reach that far.
         """
-        if context is None:
-            raise EmitError("attention needs a context: add -c and its tokens to the shape")
-        limit = self.rope.limit if self.rope is not None else None
-        if limit is not None and context > limit:
-            raise EmitError(
-                f"context {context}: this model's rope scaling changes with the length of the text "
-                f"beyond {limit} tokens, which is not supported; build for a context up to that"
-            )
-        shape = (1, 1, context, self.kv_rank + self.rope_dim)
+        shape = (1, 1, places_for(context, self.rope), self.kv_rank + self.rope_dim)
         return [StateSpec("latent", shape, "f32", 0, "per_position")]
 
     def __call__(

@@ -91,8 +91,7 @@ class Config:
         """Read either dialect of config.json; EmitError lists every key that does not fit."""
         automatic = raw.get("mamba_d_head") == "auto"
         given = {k: v for k, v in raw.items() if k != "mamba_d_head" or not automatic}
-        layers = given.get("num_hidden_layers", cls.num_hidden_layers)
-        count = layers if isinstance(layers, int) and 0 < layers <= 1000 else 0
+        count = config_reader.layer_count(given.get("num_hidden_layers", cls.num_hidden_layers))
         if given.get("attn_layer_indices") == list(range(count)):
             del given["attn_layer_indices"]
         kinds = dict.fromkeys(("layer_types", "layers_block_type"), ["hybrid"] * count)

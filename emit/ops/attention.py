@@ -137,7 +137,7 @@ def _attend(
     for keys, _, seen in parts:
         s = _product(rows, keys, 3).reshape(B, G, H // G, T, keys.shape[2])
         if softcap is not None:
-            s = softcap * jnp.tanh(s / softcap)
+            s = nn.softcap(s, softcap)
         scores.append(jnp.where(seen[:, None, None], s, MASKED))
     largest = scores[0].max(-1, keepdims=True)
     for s in scores[1:]:
