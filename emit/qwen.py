@@ -13,13 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from jax import Array
-
 from emit import config as config_reader
 from emit import rope
 from emit.blocks.attention import Attention
 from emit.blocks.backbone import Backbone, Branch
-from emit.blocks.block import Block, Rows
+from emit.blocks.block import Block
 from emit.blocks.gated_delta import GatedDelta
 from emit.blocks.mlp import Mlp
 from emit.blocks.moe import Moe, Names
@@ -28,8 +26,6 @@ from emit.errors import EmitError
 from emit.ops import nn
 from emit.ops.moe import Routing
 from emit.ops.rope import Rope
-from emit.state import StateSpec
-from emit.weights import WeightMap
 
 KINDS = ("linear_attention", "full_attention")
 # Training alone, the window's sizes (no layer has one, see ONLY), the type of the library's state
@@ -291,29 +287,3 @@ def _quarter(raw: Mapping[str, Any]) -> dict[str, Any]:
     if any(each.get("partial_rotary_factor") is not None for each in said):
         return dict(raw)
     return {**raw, "partial_rotary_factor": 0.25}
-
-
-def weights(cfg: Config) -> WeightMap:
-    """Canonical names are the checkpoint's without `text_prefix`."""
-    return cfg.backbone.weights()
-
-
-def state(cfg: Config, context: int | None) -> list[StateSpec]:
-    """Per delta layer its convolution tail and state, per attention layer keys and values."""
-    return cfg.backbone.state(context)
-
-
-def forward(
-    cfg: Config,
-    params: Mapping[str, Array],
-    tokens: Array,
-    lengths: Array,
-    positions: Array,
-    state: Mapping[str, Array],
-) -> tuple[Array, dict[str, Array]]:
-    """Logits f32[B, V] of each row's last valid token, and the new state.
-
-    tokens i32[B, T], the first lengths[b] (i32[B]) of a row valid; positions i32[B] is the position
-    of each row's first token.
-    """
-    return cfg.backbone.forward(params, tokens, Rows(lengths, positions), state)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 from jax import Array
 
@@ -125,3 +126,36 @@ def mixers(
     layers = tuple((Branch("norm", "mixer", block),) for block in blocks)
     names = ("backbone.", "embeddings", "norm_f")
     return Backbone(vocab_size, hidden_size, eps, tied, layers, *names, also=also, unused=unused)
+
+
+class Modelled(Protocol):
+    """A family's config that says its whole model."""
+
+    @property
+    def backbone(self) -> Backbone: ...
+
+
+def weights(cfg: Modelled) -> WeightMap:
+    """All parameters of the model with the config `cfg`, and which tensors it leaves out."""
+    return cfg.backbone.weights()
+
+
+def state(cfg: Modelled, context: int | None) -> list[StateSpec]:
+    """All its state, layer by layer; KV regions hold `context` tokens."""
+    return cfg.backbone.state(context)
+
+
+def forward(
+    cfg: Modelled,
+    params: Mapping[str, Array],
+    tokens: Array,
+    lengths: Array,
+    positions: Array,
+    state: Mapping[str, Array],
+) -> tuple[Array, dict[str, Array]]:
+    """Logits f32[B, V] of each row's last valid token, and the new state.
+
+    tokens i32[B, T], the first lengths[b] (i32[B]) of a row valid; positions i32[B] is the position
+    of each row's first token, by which attention finds its place in the KV cache.
+    """
+    return cfg.backbone.forward(params, tokens, Rows(lengths, positions), state)

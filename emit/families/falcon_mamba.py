@@ -12,16 +12,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from jax import Array
-
 from emit import config as config_reader
-from emit.blocks.backbone import Backbone, mixers
-from emit.blocks.block import Rows
+from emit.blocks.backbone import Backbone, forward, mixers, state, weights
 from emit.blocks.mamba1 import Mamba1
 from emit.errors import EmitError
 from emit.ops import nn
-from emit.state import StateSpec
-from emit.weights import WeightMap
+
+__all__ = ["Config", "forward", "state", "weights"]
 
 # Keys that do not change the graph: initialisation (time_step_*, rescale_prenorm_residual), which
 # scan the reference runs (use_mambapy and its older name, use_associative_scan) and
@@ -105,29 +102,3 @@ class Config:
             self.tie_word_embeddings,
             (self.mixer,) * self.num_hidden_layers,
         )
-
-
-def weights(cfg: Config) -> WeightMap:
-    """Canonical names are the checkpoint's without `backbone.`."""
-    return cfg.backbone.weights()
-
-
-def state(cfg: Config, context: int | None) -> list[StateSpec]:
-    """Per layer the mixer's convolution tail and its channels' states."""
-    return cfg.backbone.state(context)
-
-
-def forward(
-    cfg: Config,
-    params: Mapping[str, Array],
-    tokens: Array,
-    lengths: Array,
-    positions: Array,
-    state: Mapping[str, Array],
-) -> tuple[Array, dict[str, Array]]:
-    """Logits f32[B, V] of each row's last valid token, and the new state.
-
-    tokens i32[B, T], the first lengths[b] (i32[B]) of a row valid; positions i32[B] is the position
-    of each row's first token, which a model without positions does not read.
-    """
-    return cfg.backbone.forward(params, tokens, Rows(lengths, positions), state)

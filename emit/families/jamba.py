@@ -17,12 +17,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax import Array
-
 from emit import config as config_reader
 from emit.blocks.attention import Attention
-from emit.blocks.backbone import Backbone, Branch
-from emit.blocks.block import Block, Rows
+from emit.blocks.backbone import Backbone, Branch, forward, state, weights
+from emit.blocks.block import Block
 from emit.blocks.mamba1 import Mamba1
 from emit.blocks.mlp import Mlp
 from emit.blocks.moe import Moe, Names
@@ -30,8 +28,8 @@ from emit.config import Count
 from emit.errors import EmitError
 from emit.ops import nn
 from emit.ops.moe import Routing
-from emit.state import StateSpec
-from emit.weights import WeightMap
+
+__all__ = ["Config", "forward", "state", "weights"]
 
 # Training alone (attention_dropout, router_*), which of the library's equal implementations runs
 # (use_*), how many logits it computes, the length trained for (the model has no positions).
@@ -171,29 +169,3 @@ class Config:
         )
         sizes = (self.vocab_size, self.hidden_size, self.rms_norm_eps)
         return Backbone(*sizes, self.tie_word_embeddings, layers, last="final_layernorm")
-
-
-def weights(cfg: Config) -> WeightMap:
-    """Canonical names are the checkpoint's without `model.`."""
-    return cfg.backbone.weights()
-
-
-def state(cfg: Config, context: int | None) -> list[StateSpec]:
-    """Per Mamba layer its convolution tail and hidden state, per attention layer k and v."""
-    return cfg.backbone.state(context)
-
-
-def forward(
-    cfg: Config,
-    params: Mapping[str, Array],
-    tokens: Array,
-    lengths: Array,
-    positions: Array,
-    state: Mapping[str, Array],
-) -> tuple[Array, dict[str, Array]]:
-    """Logits f32[B, V] of each row's last valid token, and the new state.
-
-    tokens i32[B, T], the first lengths[b] (i32[B]) of a row valid; positions i32[B] is the position
-    of each row's first token, by which attention layers find their place in the KV cache.
-    """
-    return cfg.backbone.forward(params, tokens, Rows(lengths, positions), state)

@@ -18,11 +18,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jax import Array
-
 from emit import config as config_reader
-from emit.blocks.backbone import Backbone, Branch
-from emit.blocks.block import Block, Rows
+from emit.blocks.backbone import Backbone, Branch, forward, state, weights
+from emit.blocks.block import Block
 from emit.blocks.kda import Kda
 from emit.blocks.mla import Mla
 from emit.blocks.mlp import Mlp
@@ -31,8 +29,8 @@ from emit.config import Count
 from emit.errors import EmitError
 from emit.ops import nn
 from emit.ops.moe import Routing
-from emit.state import StateSpec
-from emit.weights import WeightMap
+
+__all__ = ["Config", "forward", "state", "weights"]
 
 LATENT_EPS = 1e-6
 MIXERS = ("linear_attention", "full_attention")
@@ -287,29 +285,3 @@ def _nested_problems(nested: Any, given: Mapping[str, Any]) -> list[str]:
                 f" 1 to num_hidden_layers = {json.dumps(count)} in one of them"
             )
     return wrong
-
-
-def weights(cfg: Config) -> WeightMap:
-    """Canonical names are the checkpoint's without `model.`, but for kv_b_proj (see `Mla`)."""
-    return cfg.backbone.weights()
-
-
-def state(cfg: Config, context: int | None) -> list[StateSpec]:
-    """Per KDA layer its convolution tail and S, per latent attention layer its cache."""
-    return cfg.backbone.state(context)
-
-
-def forward(
-    cfg: Config,
-    params: Mapping[str, Array],
-    tokens: Array,
-    lengths: Array,
-    positions: Array,
-    state: Mapping[str, Array],
-) -> tuple[Array, dict[str, Array]]:
-    """Logits f32[B, V] of each row's last valid token, and the new state.
-
-    tokens i32[B, T], the first lengths[b] (i32[B]) of a row valid; positions i32[B] is the position
-    of each row's first token, by which attention layers find their place in the cache.
-    """
-    return cfg.backbone.forward(params, tokens, Rows(lengths, positions), state)

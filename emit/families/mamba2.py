@@ -11,16 +11,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from jax import Array
-
 from emit import config as config_reader
-from emit.blocks.backbone import Backbone, mixers
-from emit.blocks.block import Rows
+from emit.blocks.backbone import Backbone, forward, mixers, state, weights
 from emit.blocks.mamba2 import Mamba2
 from emit.errors import EmitError
 from emit.ops import nn
-from emit.state import StateSpec
-from emit.weights import WeightMap
+
+__all__ = ["Config", "forward", "state", "weights"]
 
 # Keys that do not change the graph: initialisation (time_step_*, rescale_prenorm_residual), the
 # reference's own scan chunk (the result does not depend on it), residual_in_fp32 (the residual
@@ -112,29 +109,3 @@ class Config:
             # The first published checkpoints say `embedding`.
             also=("backbone.embedding.weight",),
         )
-
-
-def weights(cfg: Config) -> WeightMap:
-    """Canonical names are the checkpoint's without `backbone.`."""
-    return cfg.backbone.weights()
-
-
-def state(cfg: Config, context: int | None) -> list[StateSpec]:
-    """Per layer the mixer's convolution tail and SSD state."""
-    return cfg.backbone.state(context)
-
-
-def forward(
-    cfg: Config,
-    params: Mapping[str, Array],
-    tokens: Array,
-    lengths: Array,
-    positions: Array,
-    state: Mapping[str, Array],
-) -> tuple[Array, dict[str, Array]]:
-    """Logits f32[B, V] of each row's last valid token, and the new state.
-
-    tokens i32[B, T], the first lengths[b] (i32[B]) of a row valid; positions i32[B] is the position
-    of each row's first token, which a model without positions does not read.
-    """
-    return cfg.backbone.forward(params, tokens, Rows(lengths, positions), state)

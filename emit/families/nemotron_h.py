@@ -24,12 +24,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from jax import Array
-
 from emit import config as config_reader
 from emit.blocks.attention import Attention
-from emit.blocks.backbone import Backbone, mixers
-from emit.blocks.block import Block, Rows
+from emit.blocks.backbone import Backbone, forward, mixers, state, weights
+from emit.blocks.block import Block
 from emit.blocks.mamba2 import Mamba2
 from emit.blocks.mlp import Mlp
 from emit.blocks.moe import Moe
@@ -37,8 +35,8 @@ from emit.config import Count
 from emit.errors import EmitError
 from emit.ops import nn
 from emit.ops.moe import Routing
-from emit.state import StateSpec
-from emit.weights import WeightMap
+
+__all__ = ["Config", "forward", "state", "weights"]
 
 LETTERS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 KINDS = {"linear_attention": "mamba", "full_attention": "attention"}
@@ -260,29 +258,3 @@ def _words(where: str, found: Any) -> list[str]:
             f" {', '.join(known)} for each layer"
         )
     return [known[x] for x in found]
-
-
-def weights(cfg: Config) -> WeightMap:
-    """Canonical names are the checkpoint's without `backbone.`."""
-    return cfg.backbone.weights()
-
-
-def state(cfg: Config, context: int | None) -> list[StateSpec]:
-    """Per Mamba2 layer its convolution tail and SSD state, per attention layer its KV cache."""
-    return cfg.backbone.state(context)
-
-
-def forward(
-    cfg: Config,
-    params: Mapping[str, Array],
-    tokens: Array,
-    lengths: Array,
-    positions: Array,
-    state: Mapping[str, Array],
-) -> tuple[Array, dict[str, Array]]:
-    """Logits f32[B, V] of each row's last valid token, and the new state.
-
-    tokens i32[B, T], the first lengths[b] (i32[B]) of a row valid; positions i32[B] is the position
-    of each row's first token.
-    """
-    return cfg.backbone.forward(params, tokens, Rows(lengths, positions), state)

@@ -13,7 +13,7 @@ Qwen3-Next refuses.
 
 from __future__ import annotations
 
+from emit.blocks.backbone import forward, state, weights
 from emit.qwen import Sparse as Config
-from emit.qwen import forward, state, weights
 
 __all__ = ["Config", "forward", "state", "weights"]

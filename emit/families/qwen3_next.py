@@ -14,6 +14,7 @@ Multi-token prediction layers (`mtp.`) are left out.
 
 from __future__ import annotations
 
-from emit.qwen import Config, forward, state, weights
+from emit.blocks.backbone import forward, state, weights
+from emit.qwen import Config
 
 __all__ = ["Config", "forward", "state", "weights"]

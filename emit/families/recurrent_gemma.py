@@ -25,20 +25,19 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
-from jax import Array
 
 from emit import config as config_reader
 from emit import rope
 from emit.blocks.attention import Attention
-from emit.blocks.backbone import Backbone, Branch
-from emit.blocks.block import Block, Rows
+from emit.blocks.backbone import Backbone, Branch, forward, state, weights
+from emit.blocks.block import Block
 from emit.blocks.mlp import Mlp
 from emit.blocks.rglru import Recurrent
 from emit.errors import EmitError
 from emit.ops import nn
 from emit.ops.rope import Rope
-from emit.state import StateSpec
-from emit.weights import WeightMap
+
+__all__ = ["Config", "forward", "state", "weights"]
 
 KINDS = ("recurrent", "attention")
 ROTATED = 0.5  # of a head, where a config does not say
@@ -178,29 +177,3 @@ def _rope(raw: Mapping[str, Any], head_dim: int) -> Rope:
                 ' (only "default")'
             )
     return rope.read(given, head_dim, longest=1)
-
-
-def weights(cfg: Config) -> WeightMap:
-    """Canonical names are the checkpoint's without `model.`."""
-    return cfg.backbone.weights()
-
-
-def state(cfg: Config, context: int | None) -> list[StateSpec]:
-    """Per recurrent layer its convolution tail and state, per attention layer keys and values."""
-    return cfg.backbone.state(context)
-
-
-def forward(
-    cfg: Config,
-    params: Mapping[str, Array],
-    tokens: Array,
-    lengths: Array,
-    positions: Array,
-    state: Mapping[str, Array],
-) -> tuple[Array, dict[str, Array]]:
-    """Logits f32[B, V] of each row's last valid token, and the new state.
-
-    tokens i32[B, T], the first lengths[b] (i32[B]) of a row valid; positions i32[B] is the position
-    of each row's first token.
-    """
-    return cfg.backbone.forward(params, tokens, Rows(lengths, positions), state)
