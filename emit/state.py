@@ -46,5 +46,6 @@ DTYPES: dict[str, np.dtype] = {
     "f16": np.dtype(np.float16),
     "i32": np.dtype(np.int32),
     "i8": np.dtype(np.int8),
+    "u8": np.dtype(np.uint8),
 }
 WORDS = {dtype: word for word, dtype in DTYPES.items()}

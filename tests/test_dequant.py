@@ -16,7 +16,8 @@ from driver import Driver
 
 from emit.__main__ import main
 from emit.checkpoint import open_checkpoint
-from emit.dequant import Fp8, dequantized
+from emit.dequant import dequantized
+from emit.dequant.fp8 import Fp8
 from emit.entry import Model
 from emit.errors import EmitError
 

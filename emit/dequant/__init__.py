@@ -1,0 +1,61 @@
+"""Quantised checkpoints, read as the numbers they stand for.
+
+What a checkpoint is quantised by stands in its config, `quantization_config`; nothing is guessed
+from its tensors. Each method is a module of its name: `read(config) -> Scheme`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from emit.dequant import fp8
+from emit.dequant.coded import KEY, Dequantized, Scheme
+from emit.errors import EmitError
+from emit.weights import Source
+
+# quant_method -> its reader, of the whole config
+METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {"fp8": fp8.read}
+
+
+def scheme(config: Mapping[str, Any]) -> Scheme | None:
+    """What `config` says the checkpoint is quantised by, None for nothing.
+
+    Raises EmitError naming the method or the key that is not supported.
+    """
+    given = config.get(KEY)
+    if given is None:
+        return None
+    method = _method(config)
+    if method is None:
+        known = ", ".join(f'"{name}"' for name in sorted(METHODS))
+        raise EmitError(
+            f"config.json: {KEY} = {json.dumps(given)[:200]} is not supported; expected the"
+            f" quant_method {known}, or a checkpoint that is not quantised"
+        )
+    return METHODS[method](config)
+
+
+def _method(config: Mapping[str, Any]) -> str | None:
+    """The supported method that `config` names."""
+    given = config.get(KEY)
+    method = given.get("quant_method") if isinstance(given, Mapping) else None
+    return method if isinstance(method, str) and method in METHODS else None
+
+
+def plain(config: Mapping[str, Any]) -> dict[str, Any]:
+    """`config` as of the same model not quantised; a method that is not known stays in it.
+
+    Raises EmitError where a known method is used in a way that is not supported.
+    """
+    if _method(config) is None:
+        return dict(config)
+    scheme(config)
+    return {key: value for key, value in config.items() if key != KEY}
+
+
+def dequantized(source: Source, config: Mapping[str, Any]) -> Source:
+    """The checkpoint `source` with every tensor as the numbers it stands for."""
+    found = scheme(config)
+    return source if found is None else Dequantized.of(source, found.coded(source))
