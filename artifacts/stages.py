@@ -283,7 +283,7 @@ class Stages:
 
     @cached_property
     def expect(self) -> Result | None:
-        """What JAX computes: `reference.json` and `<entry>.npz`, whole output tensors.
+        """What JAX computes: `reference.json` and `<call>.npz`, whole output tensors.
 
         None where a weight-free bundle is too big to run here.
         """

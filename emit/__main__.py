@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     graphs.set_defaults(run=_graphs)
     wanted = commands.add_parser("expect", help="inputs → what JAX computes from them")
     wanted.add_argument("--params", type=Path, required=True)
-    wanted.add_argument("--inputs", type=Path, help="directory of <entry>.npz")
+    wanted.add_argument("--inputs", type=Path, help="directory of <call>.npz")
     wanted.add_argument("--seed", type=int, default=0)
     wanted.add_argument("--new-tokens", type=int, default=0, help="greedy tokens a prompt")
     wanted.set_defaults(run=_expect)

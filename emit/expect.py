@@ -34,16 +34,23 @@ def load_params(model: Model, weights: str, path: Path) -> dict[str, jax.Array]:
 def expected(
     model: Model, shape: Shape, params: Mapping[str, Any], inputs: Path, out: Path
 ) -> None:
-    """Run each entry on `inputs`/<entry>.npz, write `out`/<entry>.npz (arrays by output name)."""
+    """Run each entry on `inputs`/<call>.npz, write `out`/<call>.npz (arrays by output name).
+
+    The calls of an entry are named as itself, or that and `@<number>`.
+    """
     for entry in entries(model, shape):
-        with np.load(inputs / f"{entry.name}.npz") as given:
-            arrays = [given[name] for name, _ in entry.inputs]
-        results = jax.jit(entry.fn)(params if entry.uses_params else {}, *arrays)
-        named = {
-            name: np.asarray(result)
-            for (name, _), result in zip(entry.outputs, results, strict=True)
-        }
-        np.savez(out / f"{entry.name}.npz", allow_pickle=False, **named)
+        run = jax.jit(entry.fn)
+        for path in sorted(inputs.glob(f"{entry.name}*.npz")):
+            if path.stem.partition("@")[0] != entry.name:
+                continue
+            with np.load(path) as given:
+                arrays = [given[name] for name, _ in entry.inputs]
+            results = run(params if entry.uses_params else {}, *arrays)
+            named = {
+                name: np.asarray(result)
+                for (name, _), result in zip(entry.outputs, results, strict=True)
+            }
+            np.savez(out / path.name, allow_pickle=False, **named)
 
 
 def prompts(vocab_size: int, seed: int, room: float = math.inf) -> list[list[int]]:

@@ -5,7 +5,7 @@ reference.json carries a summary of the oracle's outputs; `verify` makes the inp
 device and compares with the summary. The numbers come from the raw stream of PCG64, which NumPy
 keeps stable, so a seed means the same inputs everywhere.
 
-    python -m runtime.probe inputs INTERFACE.json --seed N --out DIR     <entry>.npz each
+    python -m runtime.probe inputs INTERFACE.json --seed N --out DIR     <call>.npz each
     python -m runtime.probe summarize INTERFACE.json --seed N --expected DIR --out FILE
     python -m runtime.probe check BUNDLE --device URI --seed N --expected DIR --out FILE
 """
@@ -16,7 +16,7 @@ import argparse
 import json
 import sys
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +31,15 @@ SAMPLES = 32
 PROJECTIONS = 4
 STATE_SCALE = 0.5
 POSITION = 7  # any non-zero position
+# Further calls of a prefill: the number of valid tokens of a chunk, and whether they begin a text.
+# What a kernel gets wrong may be one token of four, or the first of a text: so the last valid token
+# takes every place modulo four.
+PREFILLS: tuple[tuple[Callable[[int], int], bool], ...] = (
+    (lambda chunk: 1, True),
+    (lambda chunk: chunk - 2, False),
+    (lambda chunk: chunk - 1, False),
+    (lambda chunk: chunk, False),
+)
 
 
 @dataclass(frozen=True)
@@ -53,15 +62,32 @@ def _raw(seed: int, label: str, count: int) -> np.ndarray:
     return np.random.PCG64([seed, zlib.crc32(label.encode())]).random_raw(count)
 
 
+def calls(functions: Iterable[str]) -> Iterator[tuple[str, str]]:
+    """(name of a call, its entry) of every call that is compared: `decode`, `prefill_8@1` …"""
+    for name in functions:
+        yield name, name
+        if name.startswith("prefill_"):
+            yield from ((f"{name}@{i}", name) for i, _ in enumerate(PREFILLS, start=1))
+
+
+def _valid(call: str, chunk: int) -> tuple[int, bool]:
+    """How many tokens of the chunk are valid in `call`, and whether they begin a text."""
+    number = call.partition("@")[2]
+    if not number:
+        return max(1, chunk - chunk // 4), False
+    count, first = PREFILLS[int(number) - 1]
+    return min(max(1, count(chunk)), chunk), first
+
+
 def inputs(
-    name: str, function: FunctionSpec, vocab_size: int, context: int | None, seed: int
+    call: str, function: FunctionSpec, vocab_size: int, context: int | None, seed: int
 ) -> dict[str, np.ndarray]:
-    """Arguments of the entry `name`, by input name.
+    """Arguments of the call `call` (see `calls`) of an entry, by input name.
 
     States are uniform in ±STATE_SCALE, tokens uniform over the vocabulary (also where they are
-    padding), a prefill is a quarter short of its chunk, the first of several slots is inactive,
-    `slot` is the last one, and storage holds NaN. Where positions are bounded, a prefill ends at
-    the last one and the slots of a decode are spread over all of them.
+    padding), a prefill is a quarter short of its chunk, or as PREFILLS says, the first of several
+    slots is inactive, `slot` is the last one, and storage holds NaN. Where positions are bounded, a
+    prefill ends at the last one and the slots of a decode are spread over all of them.
     """
     tokens = next((s.shape for s in function.inputs if s.name == "tokens"), (1,))
     chunk, slots = tokens[-1], max((s.shape[0] for s in function.inputs if s.shape), default=1)
@@ -71,15 +97,15 @@ def inputs(
         if spec.name.startswith("out.") and spec.dtype == "f32":
             arrays[spec.name] = np.full(spec.shape, np.nan, np.float32)
             continue
-        raw = _raw(seed, f"{name}/{spec.name}", count)
+        raw = _raw(seed, f"{call}/{spec.name}", count)
         if spec.dtype == "f32":
             unit = (raw >> np.uint64(40)).astype(np.float32) / np.float32(1 << 23) - 1
             arrays[spec.name] = (unit * np.float32(STATE_SCALE)).reshape(spec.shape)
             continue
-        length, end = max(1, chunk - chunk // 4), context or POSITION + chunk
+        (length, first), end = _valid(call, chunk), context or POSITION + chunk
         value = {
             "length": length,
-            "position": max(0, end - length),
+            "position": 0 if first else max(0, end - length),
             "positions": np.arange(count, 0, -1) * (end - 1) // count,
             "slot": slots - 1,
             "active": 1,
@@ -172,29 +198,30 @@ def run_entry(device: Any, name: str, spec: FunctionSpec, given: Mapping[str, np
 def check_entries(device: Any, manifest: Manifest, entries: Mapping[str, Any]) -> list[Check]:
     """Run every entry on its seeded inputs and compare with the summaries of reference.json."""
     seed, rows = int(entries["seed"]), []
-    for name, summaries in sorted(entries["functions"].items()):
+    for call, name in calls(sorted(manifest.functions)):
         spec = manifest.functions[name]
-        given = inputs(name, spec, manifest.model.vocab_size, manifest.shape.context, seed)
+        given = inputs(call, spec, manifest.model.vocab_size, manifest.shape.context, seed)
         found = run_entry(device, name, spec, given)
-        for entry in summaries:
+        for entry in entries["functions"][call]:
             actual = found[entry["name"]]
             if entry["name"] == "argmax":
                 wanted = np.asarray([value for _, value in entry["samples"]], actual.dtype)
                 error = argmax_error(actual[: wanted.size], wanted, found["logits"])
             else:
-                error = summary_error(name, actual, entry, seed)
+                error = summary_error(call, actual, entry, seed)
             tolerance = _tolerance(entry["name"], manifest.proof.tolerance)
-            rows.append(Check(name, entry["name"], error, tolerance))
+            rows.append(Check(call, entry["name"], error, tolerance))
     return rows
 
 
 def check_whole(device: Any, manifest: Manifest, seed: int, expected: Path) -> list[Check]:
-    """Run every entry on its seeded inputs and compare with `expected`/<entry>.npz in full."""
+    """Run every entry on its seeded inputs and compare with `expected`/<call>.npz in full."""
     rows: list[Check] = []
-    for name, spec in manifest.functions.items():
-        given = inputs(name, spec, manifest.model.vocab_size, manifest.shape.context, seed)
+    for call, name in calls(manifest.functions):
+        spec = manifest.functions[name]
+        given = inputs(call, spec, manifest.model.vocab_size, manifest.shape.context, seed)
         found = run_entry(device, name, spec, given)
-        with np.load(expected / f"{name}.npz") as wanted:
+        with np.load(expected / f"{call}.npz") as wanted:
             for tensor in spec.outputs:
                 want = wanted[tensor.name]
                 if tensor.name == "argmax":
@@ -202,28 +229,29 @@ def check_whole(device: Any, manifest: Manifest, seed: int, expected: Path) -> l
                 else:
                     error = whole_error(found[tensor.name], want)
                 tolerance = _tolerance(tensor.name, manifest.proof.tolerance)
-                rows.append(Check(name, tensor.name, error, tolerance))
+                rows.append(Check(call, tensor.name, error, tolerance))
     return rows
 
 
 def _inputs(args: argparse.Namespace) -> None:
     interface = manifest_file.load_interface(args.interface)
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, spec in interface.functions.items():
+    for call, name in calls(interface.functions):
+        spec = interface.functions[name]
         arrays: dict[str, Any] = inputs(
-            name, spec, interface.vocab_size, interface.context, args.seed
+            call, spec, interface.vocab_size, interface.context, args.seed
         )
-        np.savez(args.out / f"{name}.npz", **arrays)
+        np.savez(args.out / f"{call}.npz", **arrays)
 
 
 def _summarize(args: argparse.Namespace) -> None:
     interface = manifest_file.load_interface(args.interface)
     functions: dict[str, list[dict[str, Any]]] = {}
-    for name, spec in interface.functions.items():
-        with np.load(args.expected / f"{name}.npz") as wanted:
-            functions[name] = [
-                summarize(name, tensor.name, wanted[tensor.name], args.seed)
-                for tensor in spec.outputs
+    for call, name in calls(interface.functions):
+        with np.load(args.expected / f"{call}.npz") as wanted:
+            functions[call] = [
+                summarize(call, tensor.name, wanted[tensor.name], args.seed)
+                for tensor in interface.functions[name].outputs
             ]
     content = {"seed": args.seed, "functions": functions}
     args.out.write_text(json.dumps(content, sort_keys=True, allow_nan=False) + "\n")

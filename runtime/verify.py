@@ -161,8 +161,11 @@ def _entry_rows(checks: list[Check]) -> Iterable[Row]:
 
 def _known_outputs(bundle: Path, manifest: mf.Manifest, entries: rf.Entries) -> None:
     """Raise UserError unless every output of every entry is summarised, and nothing else."""
-    want = {name: [o.name for o in spec.outputs] for name, spec in manifest.functions.items()}
-    found = {name: [o.name for o in outputs] for name, outputs in entries.functions.items()}
+    from runtime import probe
+
+    outputs = {name: [o.name for o in spec.outputs] for name, spec in manifest.functions.items()}
+    want = {call: outputs[name] for call, name in probe.calls(outputs)}
+    found = {call: [o.name for o in tensors] for call, tensors in entries.functions.items()}
     if want != found:
         raise UserError(
             f"{bundle / 'reference.json'}: entries.functions are not those of the manifest;"

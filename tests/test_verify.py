@@ -187,11 +187,12 @@ def test_damaged_references_are_refused(bundle, change, word):
 def summaries(module: Module, manifest: mf.Manifest, seed: int) -> dict:
     """Entries of a reference computed on a device itself."""
     functions = {}
-    for name, spec in manifest.functions.items():
-        given = probe.inputs(name, spec, manifest.model.vocab_size, manifest.shape.context, seed)
+    for call, name in probe.calls(manifest.functions):
+        spec = manifest.functions[name]
+        given = probe.inputs(call, spec, manifest.model.vocab_size, manifest.shape.context, seed)
         found = probe.run_entry(module, name, spec, given)
-        functions[name] = [
-            probe.summarize(name, tensor.name, found[tensor.name], seed) for tensor in spec.outputs
+        functions[call] = [
+            probe.summarize(call, tensor.name, found[tensor.name], seed) for tensor in spec.outputs
         ]
     return {"seed": seed, "functions": functions}
 
