@@ -172,7 +172,8 @@ def middle(family: str, directory: Path) -> Path:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim > 1 and name.endswith(("weight", "_proj")):
-                parameter.normal_(std=0.1 if "embed" in name else parameter.shape[-1] ** -0.5)
+                # Tied embeddings of a larger size would repeat the last token for ever.
+                parameter.normal_(std=parameter.shape[-1] ** -0.5)
     model.save_pretrained(directory)
     return directory
 
