@@ -66,7 +66,15 @@ def make_job(given: dict[str, str | None]) -> Job:
     weights = resolve.weight_chooser(given["weights"], model, target)
     weights(None)  # a wrong type is refused before any work
     proof = given["proof"] is None and "--no-proof" not in sys.argv
-    return Job(model, target, shape, weights, params=given["params"] is None, proof=proof)
+    return Job(
+        model,
+        target,
+        shape,
+        weights,
+        params=given["params"] is None,
+        proof=proof,
+        kernels=target.kernels,
+    )
 
 
 quiet_interrupt()

@@ -95,6 +95,7 @@ def _manifest(stages: Stages, compiled: Compiled, files: dict[str, Blob]) -> Man
             "compiler": compiled.compiler,
             "bytecode_version": compiled.bytecode,
             "flags": list(compiled.flags),
+            "kernels": compiled.kernels,
         },
         "shape": {
             "name": job.shape.name,

@@ -25,6 +25,7 @@ from runtime.errors import UserError
 PACKAGE = "iree-base-compiler"
 _ENVIRONMENT = ("PATH", "HOME", "TMPDIR", "LD_LIBRARY_PATH", "SYSTEMROOT")
 _INPUT = f"{MODULE}.mlir"
+KERNELS = "kernels.o"  # as the modules name it
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,14 @@ def compiler_path() -> Path:
 
 
 def compile_module(
-    mlir: Sequence[tuple[str, Path]], flags: Sequence[str], out: Path
+    mlir: Sequence[tuple[str, Path]],
+    flags: Sequence[str],
+    out: Path,
+    kernels: Path | None = None,
 ) -> CompileStats:
     """Link the (entry name, StableHLO file) pairs and compile them into the module `out`.
 
+    `kernels` is the object that holds the C functions of modules emitted with kernels.
     `flags` are all flags of the target, its CPU included (artifacts.cpu); a CPU called "host" is
     refused, since neither a cache key nor a manifest could say what it was. `out` appears whole
     or not at all. Raises UserError with the compiler's first error and the path of the kept text.
@@ -60,7 +65,11 @@ def compile_module(
         raise UserError("compile flags name the CPU `host`: resolve it first (artifacts.cpu)")
     text = link([(entry, Path(path).read_text(encoding="utf-8")) for entry, path in mlir])
     with explained(out), _workspace(out.parent) as work:
-        stats = run_compiler(text, [*flags, "-o", "model.vmfb"], work)
+        found: list[str] = []
+        if kernels is not None:
+            shutil.copyfile(kernels, work / KERNELS)
+            found = ["--iree-hal-executable-object-search-path=."]
+        stats = run_compiler(text, [*flags, *found, "-o", "model.vmfb"], work)
         (work / "model.vmfb").replace(out)
     return CompileStats(stats.seconds, stats.peak_rss_bytes, out.stat().st_size)
 

@@ -45,6 +45,8 @@ class Target(Protocol):
     def cpu(self) -> str | None: ...
     @property
     def triple(self) -> str | None: ...
+    @property
+    def kernels(self) -> bool: ...
 
 
 class Shape(Protocol):
@@ -66,6 +68,7 @@ class Job:
 
     `weights` turns the checkpoint's own type word (None if it is not known) into the type to build.
     `params` False makes a weight-free bundle; `proof` False skips the comparison with JAX.
+    With `kernels`, what has a C kernel is compiled to a call of it.
     """
 
     model: Model
@@ -74,6 +77,7 @@ class Job:
     weights: Callable[[str | None], str]
     params: bool
     proof: bool
+    kernels: bool
 
     @property
     def about(self) -> dict[str, str]:

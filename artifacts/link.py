@@ -1,8 +1,9 @@
 """Textual linking: one StableHLO module per entry point in, one module for the compiler out.
 
-Each input is `module @<entry> { globals, functions }`. The globals (parameters) are the same text
-wherever they occur and become one copy each; every function keeps its text, its name made unique
-by the entry's: the public function is `@<entry>` and private ones are `@<entry>.<name>`.
+Each input is `module @<entry> { globals, executables, functions }`. The globals (parameters) are
+the same text wherever they occur and become one copy each; every function keeps its text, its name
+made unique by the entry's: the public function is `@<entry>`, private ones are `@<entry>.<name>`,
+and an executable is `@<entry>.kernels`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from runtime.errors import UserError
 MODULE = "model"
 
 _GLOBAL = re.compile(r'  util\.global private (@"[^"]+"|@[\w.$-]+) = .*')
+_EXECUTABLE = re.compile(r"  stream\.executable private @([\w$-]+)\.kernels attributes .* \{")
 _FUNCTION = re.compile(r"  func\.func (public|private) @([\w.$-]+)\(.*")
 
 
@@ -35,6 +37,8 @@ def link(modules: Sequence[tuple[str, str]]) -> str:
                 continue
             if match := _FUNCTION.fullmatch(line):
                 _claim(functions, entry, number, *match.groups())
+            elif match := _EXECUTABLE.fullmatch(line):
+                _claim(functions, entry, number, "private", f"{match.group(1)}.kernels")
             elif line[2:3] not in ("", " ", "}"):
                 raise _fault(
                     entry, number, f"neither a global nor a function: {line.strip()[:60]!r}"
@@ -48,9 +52,9 @@ def link(modules: Sequence[tuple[str, str]]) -> str:
 def _claim(functions: dict[str, str], entry: str, number: int, scope: str, name: str) -> None:
     if (name != entry) if scope == "public" else not name.startswith(f"{entry}."):
         expected = f"@{entry}" if scope == "public" else f"@{entry}.<name>"
-        raise _fault(entry, number, f"{scope} function @{name}: expected {expected}")
+        raise _fault(entry, number, f"{scope} @{name}: expected {expected}")
     if name in functions:
-        raise _fault(entry, number, f"function @{name} is defined twice")
+        raise _fault(entry, number, f"@{name} is defined twice")
     functions[name] = entry
 
 

@@ -2,8 +2,9 @@
 
 The compiler can be wrong without a word, so each compiled module is run on random inputs in a fresh
 process and every output of every entry is compared with JAX on the same parameters. A module that
-fails is removed, and the target's safe flags are tried in order. A failure is remembered, so that
-a warm build does not compile what is known to be wrong.
+fails is removed. Where it has C kernels, the entries that were wrong go without them; then no entry
+has any; then the target's safe flags are tried in order. A failure is remembered, so that a warm
+build does not compile what is known to be wrong.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ from artifacts.actions import Action, Result
 from artifacts.compile import compile_module
 from artifacts.cpu import Cpu, resolve_cpu
 from artifacts.link import MODULE
+from artifacts.objects import level, objects
 from artifacts.records import Blob
 from artifacts.sources import source_digest
 from artifacts.stages import SEED, Stages
@@ -47,8 +49,25 @@ class Compiled:
     compiler: str
     bytecode: str
     label: str  # "fast", or "safe-<n>" for the n-th safe flag list
+    kernels: Mapping[str, Any] | None  # the manifest's target.kernels
     status: str  # "passed", "not-run" or "disabled"
     reason: str | None
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One way to compile: flags, and the kernels' level and the functions that call them."""
+
+    graphs: Mapping[str, Blob]
+    flags: tuple[str, ...]
+    label: str
+    level: str | None = None
+    functions: tuple[str, ...] = ()
+
+    @property
+    def about(self) -> str:
+        """In words."""
+        return f"{self.label} flags and kernels" if self.functions else f"{self.label} flags"
 
 
 class WriteBundle(Protocol):
@@ -75,72 +94,111 @@ def compile_and_prove(stages: Stages, write_bundle: WriteBundle) -> Compiled:
         cpu = resolve_cpu(target.cpu, target.triple, stages.store.root / "cpu.json")
     device, why_not = ("", "--no-proof") if not job.proof else devices.usable(target, cpu)
     failures: list[str] = []
-    for number, flags in enumerate((target.flags, *target.safe_flags)):
-        label = f"safe-{number}" if number else "fast"
-        action = _compile_action(stages, (*flags, *(cpu.flags if cpu else ())))
+    wrong: set[str] = set()  # functions that were wrong
+    for attempt in _attempts(stages, cpu, wrong):
+        action = _compile_action(stages, attempt)
         if device is not None and job.proof and stages.expect is not None:
-            verdict = _known_failure(stages, action, device)
-            if verdict:
-                failures.append(f"{label}: {verdict}")
+            known = _known_failure(stages, action, device)
+            if known is not None:
+                failures.append(f"{attempt.about}: {known['problem']}")
+                wrong.update(known["functions"])
                 continue
-        result = _compile(stages, action)
-        compiled = _compiled(stages, result, action, cpu, label)
+        result = _compile(stages, action, attempt)
+        compiled = _compiled(result, action, attempt, cpu)
         if not job.proof:
-            return _with(compiled, "disabled", "--no-proof")
+            return replace(compiled, status="disabled", reason="--no-proof")
         if device is None:
-            return _with(compiled, "not-run", why_not)
+            return replace(compiled, reason=why_not)
         if stages.expect is None:
-            return _with(compiled, "not-run", "the parameters are too big to make up here")
-        problem = _prove(stages, action, compiled, device, write_bundle)
-        if problem is None:
-            return _with(compiled, "passed", None)
-        failures.append(f"{label}: {problem}")
+            return replace(compiled, reason="the parameters are too big to make up here")
+        verdict = _prove(stages, action, compiled, device, write_bundle)
+        if verdict["problem"] is None:
+            return replace(compiled, status="passed")
+        failures.append(f"{attempt.about}: {verdict['problem']}")
+        wrong.update(verdict["functions"])
         _delete(stages, result)
-        print(f"proof failed with {label} flags: {problem}", file=sys.stderr, flush=True)
+        said = f"proof failed with {attempt.about}: {verdict['problem']}"
+        print(said, file=sys.stderr, flush=True)
     raise UserError(
         f"{job.model.name} for {target.name}: every flag list compiles to wrong numbers "
         f"({'; '.join(failures)}); try another target or weight type, and report the graph"
     )
 
 
-def _with(compiled: Compiled, status: str, reason: str | None) -> Compiled:
-    fields = {**vars(compiled), "status": status, "reason": reason}
-    return Compiled(**fields)
+def _attempts(stages: Stages, cpu: Cpu | None, wrong: set[str]) -> Iterator[Attempt]:
+    """Ways to compile, the best first; `wrong` grows as they fail."""
+    target, more = stages.job.target, cpu.flags if cpu else ()
+    has = level(cpu) if cpu and target.kernels else None
+    if has is not None:
+        calling = _calling(stages)
+        if calling:
+            yield Attempt(stages.graphs, (*target.flags, *more), "fast", has, calling)
+        right = tuple(name for name in calling if name not in wrong)
+        if right and len(right) < len(calling):
+            plain = _without_kernels(stages)
+            graphs = {
+                name: plain[name] if name in wrong else blob for name, blob in stages.graphs.items()
+            }
+            yield Attempt(graphs, (*target.flags, *more), "fast", has, right)
+    plain = _without_kernels(stages)
+    for number, flags in enumerate((target.flags, *target.safe_flags)):
+        yield Attempt(plain, (*flags, *more), f"safe-{number}" if number else "fast")
 
 
-def _compiled(
-    stages: Stages, result: Result, action: Action, cpu: Cpu | None, label: str
-) -> Compiled:
+def _without_kernels(stages: Stages) -> Mapping[str, Blob]:
+    """The graphs that every target compiles."""
+    return stages.graphs if not stages.job.target.kernels else stages.without_kernels.graphs
+
+
+def _calling(stages: Stages) -> tuple[str, ...]:
+    """The functions that call kernels."""
+    return tuple(
+        name
+        for name, blob in sorted(stages.graphs.items())
+        if f"@{name}.kernels::".encode() in stages.store.path(blob).read_bytes()
+    )
+
+
+def _compiled(result: Result, action: Action, attempt: Attempt, cpu: Cpu | None) -> Compiled:
+    kernels = None
+    if attempt.functions:
+        kernels = {"level": attempt.level, "functions": list(attempt.functions)}
     return Compiled(
         module=result.outputs["model.vmfb"],
         cpu=cpu,
         flags=tuple(action.fields["flags"]),
         compiler=action.fields["compiler"],
         bytecode=result.meta["bytecode_version"],
-        label=label,
+        label=attempt.label,
+        kernels=kernels,
         status="not-run",
         reason=None,
     )
 
 
-def _compile_action(stages: Stages, flags: Sequence[str]) -> Action:
+def _compile_action(stages: Stages, attempt: Attempt) -> Action:
     """The key holds the graphs' digests, not the weights': new weights recompile nothing."""
+    kernels = objects(stages, attempt.level) if attempt.functions and attempt.level else None
     fields = {
-        "graphs": {name: blob.sha256 for name, blob in stages.graphs.items()},
-        "flags": list(flags),
+        "graphs": {name: blob.sha256 for name, blob in attempt.graphs.items()},
+        "flags": list(attempt.flags),
+        "kernels": kernels.sha256 if kernels else None,
         "compiler": versions(["iree-base-compiler"])["iree-base-compiler"],
         "source": source_digest(["artifacts.link"]),
     }
     return Action("compile", fields, stages.job.about)
 
 
-def _compile(stages: Stages, action: Action) -> Result:
+def _compile(stages: Stages, action: Action, attempt: Attempt) -> Result:
     meta: dict[str, Any] = {}
 
     def produce(scratch: Path) -> Mapping[str, Path]:
-        texts = [(name, stages.store.path(blob)) for name, blob in sorted(stages.graphs.items())]
+        texts = [(name, stages.store.path(blob)) for name, blob in sorted(attempt.graphs.items())]
         out = scratch / f"{MODULE}.vmfb"
-        stats = compile_module(texts, action.fields["flags"], out)
+        kernels = None
+        if attempt.functions and attempt.level:
+            kernels = stages.store.path(objects(stages, attempt.level))
+        stats = compile_module(texts, action.fields["flags"], out, kernels)
         meta["bytecode_version"] = bytecode_version(out)
         meta["seconds"] = round(stats.seconds, 3)
         meta["peak_rss_bytes"] = stats.peak_rss_bytes
@@ -171,15 +229,16 @@ def _proof_action(stages: Stages, compiling: Action, device: str) -> Action:
     return Action("proof", fields, stages.job.about)
 
 
-def _known_failure(stages: Stages, compiling: Action, device: str) -> str | None:
+def _known_failure(stages: Stages, compiling: Action, device: str) -> Mapping[str, Any] | None:
     record = stages.look(_proof_action(stages, compiling, device))
-    return None if record is None else record.meta["problem"]
+    return None if record is None or record.meta["problem"] is None else record.meta
 
 
 def _prove(
     stages: Stages, compiling: Action, compiled: Compiled, device: str, write_bundle: WriteBundle
-) -> str | None:
-    """None if every output of every entry is right, else the worst one in words."""
+) -> Mapping[str, Any]:
+    """`problem`: None if every output of every entry is right, else the worst one in words; and
+    `functions`, those that are wrong."""
     assert stages.expect is not None
     expected_files = stages.expect.outputs
     verdict: dict[str, Any] = {}
@@ -195,9 +254,12 @@ def _prove(
         arguments += ["--expected", expected, "--out", out]
         try:
             stages.log.add(_run_check(arguments, scratch))
-            verdict["problem"] = worst(json.loads(out.read_text()))
+            rows = json.loads(out.read_text())
+            bad = {row["function"] for row in rows if not row["error"] <= row["tolerance"]}
+            verdict["problem"] = worst(rows)
+            verdict["functions"] = sorted({call.partition("@")[0] for call in bad})
         except process.Crashed as error:
-            verdict["problem"] = str(error)
+            verdict.update(problem=str(error), functions=sorted(stages.graphs))
             out.write_text("[]\n")
         shutil.rmtree(bundle)
         return {"rows.json": out}
@@ -206,7 +268,7 @@ def _prove(
         action = _proof_action(stages, compiling, device)
         result = stages.run_action(action, produce, lambda: verdict)
         stages.log.result("proof", result, {"problem": result.meta["problem"]})
-    return result.meta["problem"]
+    return result.meta
 
 
 def _run_check(arguments: Sequence[str | Path], scratch: Path) -> process.Usage:

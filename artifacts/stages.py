@@ -7,6 +7,7 @@ reader or a device run as processes (`python -m emit`, `python -m runtime.probe`
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Mapping
@@ -217,6 +218,7 @@ class Stages:
             "generation_config": generation,
             "weights": self.weights,
             "shape": self.job.shape.name,
+            "kernels": self.job.kernels,
             "source": self._sources("emit.__main__", "emit.stablehlo"),
             "tools": versions(["jax", "jaxlib", "numpy"]),
         }
@@ -225,6 +227,7 @@ class Stages:
             out = scratch / "out"
             arguments = ["graphs", *self._config_arguments(scratch), "--out", out]
             arguments += ["--origin", self.checkpoint.dir if self.checkpoint else "the recipe"]
+            arguments += ["--kernels"] if self.job.kernels else []
             if generation is not None:
                 (scratch / "generation_config.json").write_text(generation, encoding="utf-8")
                 arguments += ["--generation-config", scratch / "generation_config.json"]
@@ -233,6 +236,12 @@ class Stages:
 
         with self.log.stage("emit"):
             return self._run("emit", fields, produce)
+
+    @cached_property
+    def without_kernels(self) -> Stages:
+        """The stages of the same job with no kernels in its graphs."""
+        job = dataclasses.replace(self.job, kernels=False)
+        return dataclasses.replace(self, job=job)
 
     def _config_arguments(self, scratch: Path) -> list[str | Path]:
         path = scratch / "config.json"

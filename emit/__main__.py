@@ -103,9 +103,16 @@ def _graphs(args: argparse.Namespace) -> None:
     if args.generation_config:
         eos = token_ids(read_config_file(args.generation_config).get("eos_token_id"))
     for entry in entries(model, shape):
-        (args.out / f"{entry.name}.mlir").write_text(lower(entry, params), encoding="utf-8")
+        text = lower(entry, params, by_kernels=args.kernels)
+        (args.out / f"{entry.name}.mlir").write_text(text, encoding="utf-8")
     content = json.dumps(interface(model, shape, args.weights, eos), indent=1, sort_keys=True)
     (args.out / "interface.json").write_text(content + "\n")
+
+
+def _objects(args: argparse.Namespace) -> None:
+    from emit.kernels.objects import build
+
+    build(args.level, args.out)
 
 
 def _expect(args: argparse.Namespace) -> None:
@@ -139,7 +146,11 @@ def _parser() -> argparse.ArgumentParser:
     graphs = commands.add_parser("graphs", help="config and shape → <entry>.mlir, interface.json")
     graphs.add_argument("--generation-config", type=Path, help="generation_config.json, for eos")
     graphs.add_argument("--origin", default="config", help="what to call the config in errors")
+    graphs.add_argument("--kernels", action="store_true", help="for CPUs, with kernels of our own")
     graphs.set_defaults(run=_graphs)
+    objects = commands.add_parser("objects", help="the kernels' C sources → kernels.o")
+    objects.add_argument("--level", required=True, choices=("x86-64-v3", "x86-64-v4", "aarch64"))
+    objects.set_defaults(run=_objects)
     wanted = commands.add_parser("expect", help="inputs → what JAX computes from them")
     wanted.add_argument("--params", type=Path, required=True)
     wanted.add_argument("--inputs", type=Path, help="directory of <call>.npz")
@@ -150,7 +161,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--config", type=Path, required=True)
         sub.add_argument("--weights", required=True, choices=("f32", "bf16", "f16"))
         sub.add_argument("--shape", required=True)
-    for sub in (pth, kind, convert, graphs, wanted):
+    for sub in (pth, kind, convert, graphs, objects, wanted):
         sub.add_argument("--out", type=Path, required=True)
     return parser
 

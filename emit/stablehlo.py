@@ -8,27 +8,36 @@ from typing import Any
 
 import jax
 
+from emit import kernels
 from emit.entry import Entry
 from emit.errors import EmitError
+from emit.kernels.splice import splice
 
 _MAIN = "func.func public @main("
 _SYMBOL = re.compile(r"@([A-Za-z_][\w.$-]*)")
+_HELPER = re.compile(r"  func\.func private @([\w.$-]+)")
 _ARGUMENT = re.compile(r"(%arg\d+): (tensor<[^>]*>)")
 _RESULT_INFO = re.compile(r' \{jax\.result_info = "[^"]*"\}')
 
 
-def lower(entry: Entry, params: Mapping[str, Any]) -> str:
+def lower(entry: Entry, params: Mapping[str, Any], by_kernels: bool = False) -> str:
     """`module @<entry>` with one public function and its helpers, all named `@<entry>[.<helper>]`.
 
     Each parameter becomes a `util.global` that is `#flow.parameter.named<"model"::"NAME">`. The
-    text holds no locations, so it depends on nothing but the entry. Raises EmitError if the graph
+    text holds no locations, so it depends on nothing but the entry. With `by_kernels`, what has a
+    kernel is a dispatch to it, and the module compiles for CPUs only. Raises EmitError if the graph
     needs a custom call, which no target can compile.
     """
     used = params if entry.uses_params else {}
-    lowered = jax.jit(entry.fn, keep_unused=True).lower(
-        used, *(struct for _, struct in entry.inputs)
-    )
+
+    def traced(*arguments: Any) -> Any:  # a function of its own: jit keeps traces by function
+        with kernels.used(by_kernels):
+            return entry.fn(*arguments)
+
+    lowered = jax.jit(traced, keep_unused=True).lower(used, *(struct for _, struct in entry.inputs))
     text = lowered.as_text()
+    if by_kernels:
+        text = splice(text, entry.name)
     if "custom_call" in text:
         call = re.search(r"custom_call @?\S+", text)
         raise EmitError(f"{entry.name}: lowers to {call[0] if call else 'a custom call'}")
@@ -71,7 +80,7 @@ def _with_parameters(text: str, entry: Entry, params: list[str]) -> str:
     ]
     kept = ", ".join([*remaining, *storage])
     lines[main] = _RESULT_INFO.sub("", f"{head}func.func public @{name}({kept}) -> {results}")
-    helpers = {m[1] for line in lines if (m := re.search(r"func\.func private @([\w.$-]+)", line))}
+    helpers = {m[1] for line in lines if (m := _HELPER.match(line))}
     renamed = [
         _SYMBOL.sub(lambda m: f"@{name}.{m[1]}" if m[1] in helpers else m[0], line)
         for line in lines[1:]

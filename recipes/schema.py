@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from recipes.shape import Shape, ShapeError
-from recipes.strict import Fields, mapping, one_of, sequence, string, strings
+from recipes.strict import Fields, boolean, mapping, one_of, sequence, string, strings
 
 WEIGHT_TYPES = ("f32", "f16", "bf16")
 RUNS_HERE = ("host", "driver", "emulator", "never")
@@ -71,7 +71,8 @@ class TargetRecipe:
     `flags` are all iree-compile flags except those of the CPU model (see `cpu`); `safe_flags` are
     whole replacements, tried in order after a failed proof. `weights` are the supported types and
     `substitute` says what each other type is converted to. `cpu` (device "local" only) is "host"
-    or an LLVM CPU name; `triple` is that CPU's target triple, None for the host's.
+    or an LLVM CPU name; `triple` is that CPU's target triple, None for the host's. With `kernels`
+    (a CPU only) what has a C kernel is compiled to a call of it.
     """
 
     name: str
@@ -85,6 +86,7 @@ class TargetRecipe:
     runs_here: str
     cpu: str | None
     triple: str | None
+    kernels: bool
 
 
 def load_model(path: Path) -> ModelRecipe:
@@ -150,6 +152,7 @@ def load_target(path: Path) -> TargetRecipe:
         runs_here=fields.take("runs_here", one_of(RUNS_HERE)),
         cpu=fields.take("cpu", string, None),
         triple=fields.take("triple", string, None),
+        kernels=fields.take("kernels", boolean, False),
     )
     fields.finish()
     _check_target(fields, recipe)
@@ -163,6 +166,8 @@ def _check_target(fields: Fields, recipe: TargetRecipe) -> None:
             "missing: name an LLVM CPU, or host" if local else "only for device local: remove it"
         )
         raise fields.fail_key("cpu", fault)
+    if recipe.kernels and not local:
+        raise fields.fail_key("kernels", "only for device local: remove it")
     if (recipe.triple is not None) != (local and recipe.cpu != "host"):
         fault = "only for a named CPU: remove it" if recipe.triple else "missing for a named CPU"
         raise fields.fail_key("triple", fault)

@@ -153,6 +153,13 @@ def string(fields: Fields, key: str, node: yaml.Node) -> str:
     return value.strip()
 
 
+def boolean(fields: Fields, key: str, node: yaml.Node) -> bool:
+    value = fields.plain(key, node)
+    if not isinstance(value, bool):
+        raise fields.fail(node, f"{key}: expected true or false, found {_kind(value)}")
+    return value
+
+
 def mapping(fields: Fields, key: str, node: yaml.Node) -> dict[str, Any]:
     value = fields.plain(key, node)
     if not isinstance(value, dict):

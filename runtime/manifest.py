@@ -1,4 +1,4 @@
-"""The bundle's manifest: what is in it, how to call it, what it needs (schema 2).
+"""The bundle's manifest: what is in it, how to call it, what it needs (schema 3).
 
 This module both reads and writes manifest.json. Canonical form: sorted keys, indent 1, ASCII,
 trailing newline; no times, hosts or absolute paths, so that the same inputs give the same bytes.
@@ -18,7 +18,7 @@ from typing import Literal
 from runtime import strict
 from runtime.errors import UserError
 
-SCHEMA = 2
+SCHEMA = 3
 FILE_NAME = "manifest.json"
 DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "i32": 4, "i8": 1}
 Dtype = Literal["f32", "bf16", "f16", "i32", "i8"]
@@ -149,8 +149,16 @@ class ModelInfo:
 
 
 @dataclass(frozen=True)
+class KernelsInfo:
+    """The CPU level of the C kernels in the module, and the functions that call them."""
+
+    level: str
+    functions: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class TargetInfo:
-    """What the module was compiled for, and by what."""
+    """What the module was compiled for, and by what; `kernels` is null where it has none."""
 
     name: str
     device: Literal["local", "cuda", "vulkan", "metal", "hip"]
@@ -160,6 +168,7 @@ class TargetInfo:
     compiler: str
     bytecode_version: str
     flags: tuple[str, ...]
+    kernels: KernelsInfo | None
 
 
 @dataclass(frozen=True)
@@ -310,7 +319,7 @@ def prefill_name(chunk: int) -> str:
 def expected_functions(
     vocab: int, slots: int, chunks: tuple[int, ...], state: tuple[StateSpec, ...]
 ) -> dict[str, FunctionSpec]:
-    """The entry points of a module of this shape, by the calling convention of schema 2."""
+    """The entry points of a module of this shape, by the calling convention of schema 3."""
 
     def i32(name: str, *shape: int) -> TensorSpec:
         return TensorSpec(name, "i32", shape)

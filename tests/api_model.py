@@ -26,9 +26,9 @@ def manifest(context: int | None = None, vocab: int = VOCAB) -> mf.Manifest:
     """A manifest with no more state than it needs."""
     state = (mf.StateSpec("h", "f32", (1, 4), 0, "fixed"),)
     return mf.Manifest(
-        schema=2,
+        schema=mf.SCHEMA,
         model=mf.ModelInfo(NAME, "mamba2", "dir:mamba2", None, "0" * 64, vocab, (0,), 0),
-        target=mf.TargetInfo("cpu", "local", "local-task", None, (), "0", "0", ()),
+        target=mf.TargetInfo("cpu", "local", "local-task", None, (), "0", "0", (), None),
         shape=mf.ShapeInfo("b2", 2, (32,), context),
         files=mf.Files(mf.FileRef("model.vmfb", "0" * 64, 1), None, None, ()),
         functions=mf.expected_functions(vocab, 2, (32,), state),

@@ -50,7 +50,7 @@ def manifest(
     return mf.Manifest(
         schema=mf.SCHEMA,
         model=mf.ModelInfo("fake", "fake", "dir:fake", None, "0" * 64, V, (EOS,), None),
-        target=mf.TargetInfo("cpu", "local", "local-task", None, (), "0", "0", ()),
+        target=mf.TargetInfo("cpu", "local", "local-task", None, (), "0", "0", (), None),
         shape=mf.ShapeInfo(f"b{slots}", slots, chunks, context),
         files=mf.Files(code, None, None, ()),
         functions=mf.expected_functions(V, slots, chunks, state),

@@ -209,6 +209,7 @@ def make_manifest(
             "3.13.0",
             bytecode,
             FLAGS[device],
+            None,
         ),
         shape=mf.ShapeInfo(f"b{slots}-p4+8", slots, CHUNKS, context),
         files=files,

@@ -15,6 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from emit.kernels import linear as linear_kernels
+from emit.kernels import on_cpu
+
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
     "swish": jax.nn.silu,
@@ -34,6 +37,7 @@ def iota(count: int, dtype: Any = jnp.int32) -> Array:
     return jnp.asarray(np.arange(count, dtype=dtype))
 
 
+@on_cpu(linear_kernels.linear)
 def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
     """`x @ weight.T + bias`: x f32[B, T, K], weight [O, K], bias f32[O] -> f32[B, T, O].
 

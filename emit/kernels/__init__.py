@@ -1,0 +1,71 @@
+"""Kernels of our own, in C, for what the compiler does worse on CPUs.
+
+An op stays a JAX function. `on_cpu(kernel)` above it names a function of the same arguments that
+calls the kernel, or returns None where the kernel does not take them; it is asked only inside
+`used()`, so the op itself is what other targets compile and what the oracle computes:
+
+    @on_cpu(linear_kernel)
+    def linear(x, weight): ...
+
+A kernel is a C function of this folder, `scanwright_<name>(operands …, results …, sizes …, tile)`:
+bare pointers, then `size_t`, the last of them the number of the tile to compute. See `splice` for
+how a call gets into a module, and `objects` for how the C sources are compiled.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from contextvars import ContextVar
+from typing import Any, ParamSpec, TypeVar
+
+import jax
+import numpy as np
+from jax import Array
+
+PREFIX = "scanwright."
+P = ParamSpec("P")
+R = TypeVar("R")
+_USED: ContextVar[bool] = ContextVar("kernels used", default=False)
+
+
+@contextlib.contextmanager
+def used(on: bool = True) -> Iterator[None]:
+    """Within it, ops that have a kernel are traced as calls of it."""
+    token = _USED.set(on)
+    try:
+        yield
+    finally:
+        _USED.reset(token)
+
+
+def on_cpu(
+    kernel: Callable[P, R | None],
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """Where kernels are used, `kernel` in the place of the op below, unless it returns None."""
+
+    def decorate(op: Callable[P, R]) -> Callable[P, R]:
+        @functools.wraps(op)
+        def chosen(*args: P.args, **kwargs: P.kwargs) -> R:
+            result = kernel(*args, **kwargs) if _USED.get() else None
+            return op(*args, **kwargs) if result is None else result
+
+        return chosen
+
+    return decorate
+
+
+def call(
+    name: str,
+    operands: Sequence[Array],
+    results: Sequence[tuple[tuple[int, ...], Any]],
+    sizes: Sequence[int],
+    tiles: int,
+) -> list[Array]:
+    """`tiles` calls of `scanwright_<name>`, in any order; `results` are their shapes and dtypes."""
+    structs = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in results]
+    made = jax.ffi.ffi_call(PREFIX + name, structs)(
+        *operands, sizes=np.asarray(sizes, np.int64), tiles=np.int64(tiles)
+    )
+    return list(made)

@@ -1,0 +1,145 @@
+// y = x w^T: x f32[M, K] and weights [O, K] of any stored type, in float32 arithmetic.
+//
+// A tile is a range of outputs. Few rows (M <= MOST_ROWS, a decode): each weight is read once, from
+// memory, and multiplied with every row, lanes along K. Many (a prefill): a block of weights is
+// widened and transposed into the stack, lanes along O, and multiplied with every row.
+#include "simd.h"
+
+enum { MOST_ROWS = 8, ROWS_OF_X = 6, BLOCK_K = 128 };
+#if LANES == 8
+enum { VECTORS = 2, SUMS = 10 };  // of 16 registers
+#else
+enum { VECTORS = 4, SUMS = 24 };  // of 32 registers
+#endif
+enum { BLOCK_O = VECTORS * LANES };
+// Weight rows that are multiplied with M rows of x at a time.
+#define TOGETHER(M) (SUMS / (M) > 8 ? 8 : SUMS / (M) < 1 ? 1 : SUMS / (M))
+
+// acc[r][m] = sum of w[r] x[m] over all of K, for R weight rows and M rows of x.
+#define FEW(NAME, TYPE)                                                                            \
+  INLINE void few_##NAME(const float *x, const TYPE *w, float *y, size_t K, size_t O, const int R, \
+                         const int M) {                                                            \
+    vf acc[8][MOST_ROWS];                                                                          \
+    for (int r = 0; r < R; r++)                                                                    \
+      for (int m = 0; m < M; m++) acc[r][m] = zero();                                              \
+    const size_t whole = K / LANES * LANES;                                                        \
+    for (size_t k = 0; k < whole; k += LANES) {                                                    \
+      vf wide[8];                                                                                  \
+      for (int r = 0; r < R; r++) wide[r] = load_##NAME(w + r * K + k);                            \
+      for (int m = 0; m < M; m++) {                                                                \
+        const vf of_x = load_f32(x + m * K + k);                                                   \
+        for (int r = 0; r < R; r++) acc[r][m] += wide[r] * of_x;                                   \
+      }                                                                                            \
+    }                                                                                              \
+    for (int r = 0; r < R; r++)                                                                    \
+      for (int m = 0; m < M; m++) {                                                                \
+        float total = sum(acc[r][m]);                                                              \
+        for (size_t k = whole; k < K; k++) total += one_##NAME(w + r * K + k) * x[m * K + k];      \
+        y[m * O + r] = total;                                                                      \
+      }                                                                                            \
+  }                                                                                                \
+  INLINE void tile_few_##NAME(const float *x, const TYPE *w, float *y, size_t K, size_t O,         \
+                              size_t from, size_t to, const int R, const int M) {                  \
+    size_t o = from;                                                                               \
+    for (; o + R <= to; o += R) few_##NAME(x, w + o * K, y + o, K, O, R, M);                       \
+    for (; o < to; o++) few_##NAME(x, w + o * K, y + o, K, O, 1, M);                               \
+  }
+
+// wide[k][o] = w[o][k], a block of `count` inputs of BLOCK_O outputs; zeros beyond the last output.
+#define PACK(NAME, TYPE)                                                                           \
+  INLINE void pack_##NAME(const TYPE *w, float *wide, size_t K, size_t count, size_t outputs) {    \
+    for (size_t o = 0; o < BLOCK_O; o += LANES) {                                                  \
+      size_t k = 0;                                                                                \
+      for (; k + LANES <= count; k += LANES) {                                                     \
+        vf rows[LANES];                                                                            \
+        for (size_t i = 0; i < LANES; i++)                                                         \
+          rows[i] = o + i < outputs ? load_##NAME(w + (o + i) * K + k) : zero();                   \
+        transpose(rows);                                                                           \
+        for (size_t i = 0; i < LANES; i++) store(wide + (k + i) * BLOCK_O + o, rows[i]);           \
+      }                                                                                            \
+      for (; k < count; k++)                                                                       \
+        for (size_t i = 0; i < LANES; i++)                                                         \
+          wide[k * BLOCK_O + o + i] = o + i < outputs ? one_##NAME(w + (o + i) * K + k) : 0;       \
+    }                                                                                              \
+  }
+
+// y[m][BLOCK_O] (+)= x[m][count] wide[count][BLOCK_O] for M rows.
+INLINE void multiply(const float *x, const float *wide, float *y, size_t K, size_t count,
+                     size_t stride, int first, const int M) {
+  vf acc[ROWS_OF_X][VECTORS];
+  for (int m = 0; m < M; m++)
+    for (int v = 0; v < VECTORS; v++)
+      acc[m][v] = first ? zero() : load_f32(y + m * stride + v * LANES);
+  for (size_t k = 0; k < count; k++) {
+    vf of_w[VECTORS];
+    for (int v = 0; v < VECTORS; v++) of_w[v] = load_f32(wide + k * BLOCK_O + v * LANES);
+    for (int m = 0; m < M; m++) {
+      const vf of_x = splat(x[m * K + k]);
+      for (int v = 0; v < VECTORS; v++) acc[m][v] += of_x * of_w[v];
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int v = 0; v < VECTORS; v++) store(y + m * stride + v * LANES, acc[m][v]);
+}
+
+static void multiply_all(const float *x, const float *wide, float *y, size_t M, size_t K,
+                         size_t count, size_t stride, int first) {
+  size_t m = 0;
+  for (; m + ROWS_OF_X <= M; m += ROWS_OF_X)
+    multiply(x + m * K, wide, y + m * stride, K, count, stride, first, ROWS_OF_X);
+  for (; m + 2 <= M; m += 2)
+    multiply(x + m * K, wide, y + m * stride, K, count, stride, first, 2);
+  if (m < M) multiply(x + m * K, wide, y + m * stride, K, count, stride, first, 1);
+}
+
+// A block of outputs that ends inside a vector is computed into `edge` and copied.
+enum { EDGE_ROWS = 48 };
+
+#define MANY(NAME, TYPE)                                                                           \
+  static void tile_many_##NAME(const float *x, const TYPE *w, float *y, size_t M, size_t K,        \
+                               size_t O, size_t from, size_t to) {                                 \
+    float wide[BLOCK_K * BLOCK_O] __attribute__((aligned(64)));                                    \
+    for (size_t o = from; o < to; o += BLOCK_O) {                                                  \
+      const size_t outputs = to - o < BLOCK_O ? to - o : BLOCK_O;                                  \
+      float edge[EDGE_ROWS * BLOCK_O] __attribute__((aligned(64)));                                \
+      const size_t step = outputs < BLOCK_O ? EDGE_ROWS : M;                                       \
+      for (size_t m = 0; m < M; m += step) {                                                       \
+        const size_t rows = M - m < step ? M - m : step;                                           \
+        float *out = outputs < BLOCK_O ? edge : y + m * O + o;                                     \
+        const size_t stride = outputs < BLOCK_O ? (size_t)BLOCK_O : O;                             \
+        for (size_t k = 0; k < K; k += BLOCK_K) {                                                  \
+          const size_t count = K - k < BLOCK_K ? K - k : BLOCK_K;                                  \
+          pack_##NAME(w + o * K + k, wide, K, count, outputs);                                     \
+          multiply_all(x + m * K + k, wide, out, rows, K, count, stride, k == 0);                  \
+        }                                                                                          \
+        if (outputs < BLOCK_O)                                                                     \
+          for (size_t i = 0; i < rows; i++)                                                        \
+            for (size_t j = 0; j < outputs; j++) y[(m + i) * O + o + j] = edge[i * BLOCK_O + j];   \
+      }                                                                                            \
+    }                                                                                              \
+  }
+
+// Tile number `tile` of `tiles`; each has `per` outputs, the last one fewer.
+#define LINEAR(NAME, TYPE)                                                                         \
+  FEW(NAME, TYPE)                                                                                  \
+  PACK(NAME, TYPE)                                                                                 \
+  MANY(NAME, TYPE)                                                                                 \
+  EXPORT scanwright_linear_##NAME(const float *x, const TYPE *w, float *y, size_t M, size_t K,     \
+                                  size_t O, size_t per, size_t tile) {                             \
+    const size_t from = tile * per, to = from + per < O ? from + per : O;                          \
+    switch (M) {                                                                                   \
+      case 1: return tile_few_##NAME(x, w, y, K, O, from, to, TOGETHER(1), 1);                     \
+      case 2: return tile_few_##NAME(x, w, y, K, O, from, to, TOGETHER(2), 2);                     \
+      case 3: return tile_few_##NAME(x, w, y, K, O, from, to, TOGETHER(3), 3);                     \
+      case 4: return tile_few_##NAME(x, w, y, K, O, from, to, TOGETHER(4), 4);                     \
+      case 5: return tile_few_##NAME(x, w, y, K, O, from, to, TOGETHER(5), 5);                     \
+      case 6: return tile_few_##NAME(x, w, y, K, O, from, to, TOGETHER(6), 6);                     \
+      case 7: return tile_few_##NAME(x, w, y, K, O, from, to, TOGETHER(7), 7);                     \
+      case 8: return tile_few_##NAME(x, w, y, K, O, from, to, TOGETHER(8), 8);                     \
+      default: return tile_many_##NAME(x, w, y, M, K, O, from, to);                                \
+    }                                                                                              \
+  }
+
+LINEAR(f32, float)
+LINEAR(bf16, uint16_t)
+LINEAR(f16, _Float16)

@@ -1,0 +1,102 @@
+// Vectors of the machine's own width, and how each weight type is widened into them.
+//
+// Freestanding: no libc, no thread-local storage, less than 100 KiB of stack. One object is built
+// for each CPU level (x86-64-v3, x86-64-v4, aarch64); LANES is the number of floats in a vector.
+#pragma once
+
+#include <stddef.h>
+#include <stdint.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#else
+#include <arm_neon.h>
+#endif
+
+#define EXPORT __attribute__((visibility("default"))) void
+#define INLINE static inline __attribute__((always_inline))
+
+#if defined(__AVX512F__)
+#define LANES 16
+#elif defined(__AVX2__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+
+typedef float vf __attribute__((ext_vector_type(LANES)));
+typedef float vf_any __attribute__((ext_vector_type(LANES), aligned(4)));
+typedef int32_t vi __attribute__((ext_vector_type(LANES)));
+typedef uint32_t vu __attribute__((ext_vector_type(LANES)));
+typedef uint16_t vu16 __attribute__((ext_vector_type(LANES), aligned(2)));
+typedef _Float16 vh __attribute__((ext_vector_type(LANES), aligned(2)));
+typedef int8_t vi8 __attribute__((ext_vector_type(LANES), aligned(1)));
+typedef uint8_t vu8 __attribute__((ext_vector_type(LANES), aligned(1)));
+
+INLINE vf zero(void) { return (vf)(0.0f); }
+INLINE vf splat(float x) { return (vf)(x); }
+INLINE vf load_f32(const float *p) { return *(const vf_any *)p; }
+INLINE void store(float *p, vf x) { *(vf_any *)p = x; }
+
+// bfloat16 is the upper half of a float.
+INLINE vf load_bf16(const uint16_t *p) {
+  return (vf)(__builtin_convertvector(*(const vu16 *)p, vu) << 16);
+}
+INLINE vf load_f16(const _Float16 *p) { return __builtin_convertvector(*(const vh *)p, vf); }
+INLINE vf load_i8(const int8_t *p) {
+  return __builtin_convertvector(__builtin_convertvector(*(const vi8 *)p, vi), vf);
+}
+INLINE vf load_u8(const uint8_t *p) {
+  return __builtin_convertvector(__builtin_convertvector(*(const vu8 *)p, vi), vf);
+}
+
+INLINE float one_f32(const float *p) { return *p; }
+INLINE float one_bf16(const uint16_t *p) {
+  union { uint32_t u; float f; } bits = {(uint32_t)*p << 16};
+  return bits.f;
+}
+INLINE float one_f16(const _Float16 *p) { return (float)*p; }
+
+// The sum of all lanes, by halves.
+INLINE float sum(vf x) {
+#if LANES == 16
+  typedef float half __attribute__((ext_vector_type(8)));
+  half h = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+           __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+#elif LANES == 8
+  vf h = x;
+#endif
+  typedef float quarter __attribute__((ext_vector_type(4)));
+#if LANES == 4
+  quarter q = x;
+#else
+  quarter q = __builtin_shufflevector(h, h, 0, 1, 2, 3) + __builtin_shufflevector(h, h, 4, 5, 6, 7);
+#endif
+  return (q[0] + q[2]) + (q[1] + q[3]);
+}
+
+// Lanes 0, LANES, 1, LANES + 1 … of the two vectors together: their first, then their last halves.
+#if LANES == 16
+#define FIRST 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
+#define LAST 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#define DOUBLINGS 4
+#elif LANES == 8
+#define FIRST 0, 8, 1, 9, 2, 10, 3, 11
+#define LAST 4, 12, 5, 13, 6, 14, 7, 15
+#define DOUBLINGS 3
+#else
+#define FIRST 0, 4, 1, 5
+#define LAST 2, 6, 3, 7
+#define DOUBLINGS 2
+#endif
+
+// LANES vectors as a square matrix, transposed: each round interleaves the two halves of the rows.
+INLINE void transpose(vf rows[LANES]) {
+  for (int round = 0; round < DOUBLINGS; round++) {
+    vf next[LANES];
+    for (int i = 0; i < LANES / 2; i++) {
+      next[2 * i] = __builtin_shufflevector(rows[i], rows[i + LANES / 2], FIRST);
+      next[2 * i + 1] = __builtin_shufflevector(rows[i], rows[i + LANES / 2], LAST);
+    }
+    for (int i = 0; i < LANES; i++) rows[i] = next[i];
+  }
+}
