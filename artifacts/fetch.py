@@ -25,12 +25,22 @@ from pathlib import Path
 
 from artifacts.disk import explained, hash_file, user_error, write_new
 from artifacts.hub import Hub, Remote, differs
-from artifacts.lockfile import INDEX, MAX_INDEX, Digest, Lock, is_weights, select
+from artifacts.lockfile import (
+    CONFIG,
+    INDEX,
+    MAX_INDEX,
+    Digest,
+    Lock,
+    is_metadata,
+    is_weights,
+    select,
+)
 from artifacts.locks import locked
 from runtime.errors import UserError
 
 SMALL = 16 << 20  # bytes; files up to this size are hashed at every use
 DEFAULT_REVISION = "main"
+_PARTS = re.compile(r"(?P<base>.+)-00001-of-(?P<count>\d{5})\.gguf")
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
 
 
@@ -38,12 +48,19 @@ _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{
 class Checkpoint:
     """A checkpoint on this machine: `files` is name → (sha256 hex, bytes), sorted by name.
 
-    `revision` is the commit of a hub repository, None for a local directory.
+    `revision` is the commit of a hub repository, None for a local directory. `gguf` is the name of
+    the GGUF file that is the model, the first of its parts; then there is no config.json.
     """
 
     dir: Path
     revision: str | None
     files: dict[str, Digest]
+    gguf: str | None = None
+
+    @property
+    def place(self) -> Path:
+        """What to read the weights from: the directory, or the GGUF file in it."""
+        return self.dir if self.gguf is None else self.dir / self.gguf
 
 
 class NotHere(UserError):
@@ -63,7 +80,8 @@ def fetch(
     """The files of `source`, each equal to what the lock says.
 
     source: `hf:org/name` (downloaded under `dest_root`) or `dir:PATH` (used in place; a directory
-    has no lock, its digests are the result). revision: branch, tag or commit, None for main.
+    or a GGUF file has no lock, its digests are the result).
+    revision: branch, tag or commit, None for main.
     lock_path: written on first use and enforced afterwards; a branch that has moved since is not
     followed. weights=False brings configuration and tokenizer only; the lock is the same.
     endpoint: the hub, by default HF_ENDPOINT or https://huggingface.co.
@@ -74,6 +92,8 @@ def fetch(
     """
     kind, _, rest = source.partition(":")
     if kind == "dir" and rest:
+        if rest.endswith(".gguf"):
+            return _gguf(Path(rest), dest_root)
         return _local(Path(rest), dest_root, weights)
     if kind != "hf" or not _REPO.fullmatch(rest) or ".." in rest or "--" in rest:
         raise UserError(f"source: found {source!a}, expected hf:org/name or dir:PATH")
@@ -267,6 +287,25 @@ def _local(directory: Path, dest_root: Path, weights: bool) -> Checkpoint:
                 files[name] = stamps.digest(directory / name)
     stamps.save()
     return Checkpoint(directory, None, files)
+
+
+def _gguf(file: Path, dest_root: Path) -> Checkpoint:
+    """The GGUF file `file`, all its parts, and the tokenizer's files beside it."""
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; expected a GGUF file")
+    part = _PARTS.fullmatch(file.name)
+    count = 1 if part is None else min(int(part["count"]), 1000)
+    weights = [file.name] if part is None else [
+        f"{part['base']}-{i:05}-of-{part['count']}.gguf" for i in range(1, count + 1)
+    ]  # fmt: skip
+    with explained(file.parent):
+        beside = sorted(p.name for p in file.parent.iterdir() if p.is_file())
+    stamps, files = _Stamps(dest_root, file.parent), {}
+    for name in sorted({*weights, *(n for n in beside if is_metadata(n) and n != CONFIG)}):
+        with explained(file.parent / name):
+            files[name] = stamps.digest(file.parent / name)
+    stamps.save()
+    return Checkpoint(file.parent, None, files, file.name)
 
 
 class _Stamps:

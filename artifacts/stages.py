@@ -97,9 +97,23 @@ class Stages:
         """The model's config.json as canonical JSON text."""
         if self.checkpoint is None:
             raw: Any = self.job.model.config
+        elif self.checkpoint.gguf is not None:
+            raw = self._gguf_config(self.checkpoint)
         else:
             raw = self._json("config.json")
         return json.dumps(raw, sort_keys=True)
+
+    def _gguf_config(self, checkpoint: Checkpoint) -> Any:
+        """What the metadata of the GGUF file say of the model."""
+        fields = {"files": self._weight_files(), "source": source_digest(["emit.gguf_config"])}
+
+        def produce(scratch: Path) -> dict[str, Path]:
+            out = scratch / "out"
+            process.run_module("emit", ["gguf", checkpoint.place, "--out", out], scratch)
+            return {"config": out / "config.json"}
+
+        result = self.run_action(Action("gguf-config", fields, self.job.about), produce)
+        return json.loads(self.store.path(result.outputs["config"]).read_text(encoding="utf-8"))
 
     @property
     def family(self) -> str:
@@ -137,8 +151,13 @@ class Stages:
         return {
             name: digest[0]
             for name, digest in self.checkpoint.files.items()
-            if ".safetensors" in name or name == "config.json"
+            if ".safetensors" in name or name == "config.json" or name.endswith(".gguf")
         }
+
+    def _readers(self) -> list[str]:
+        """Packages that read these weights alone."""
+        coded = "quantization_config" in json.loads(self.config)
+        return ["gguf"] if coded and self.checkpoint and self.checkpoint.gguf else []
 
     def _sources(self, *modules: str) -> str:
         """Digest of our own source files behind these modules and the family's."""
@@ -168,7 +187,7 @@ class Stages:
         def produce(scratch: Path) -> dict[str, Path]:
             assert self.checkpoint is not None
             out = scratch / "out"
-            process.run_module("emit", ["type", self.checkpoint.dir, "--out", out], scratch)
+            process.run_module("emit", ["type", self.checkpoint.place, "--out", out], scratch)
             return {"type": out / "type.txt"}
 
         result = self.run_action(action, produce)
@@ -191,13 +210,13 @@ class Stages:
             "weights": self.weights,
             "recipe_config": wanted,
             "source": self._sources("emit.__main__", "emit.checkpoint", "emit.weights"),
-            "tools": versions(["numpy", "ml-dtypes"]),
+            "tools": versions(["numpy", "ml-dtypes", *self._readers()]),
         }
 
         def produce(scratch: Path) -> dict[str, Path]:
             assert self.checkpoint is not None
             out = scratch / "out"
-            arguments = ["convert", self.checkpoint.dir, "--weights", self.weights, "--out", out]
+            arguments = ["convert", self.checkpoint.place, "--weights", self.weights, "--out", out]
             arguments += [] if wanted is None else ["--expect-config", wanted]
             self.log.add(process.run_module("emit", arguments, scratch))
             return {"params": out / "params.irpa", "report": out / "params.json"}
@@ -226,7 +245,7 @@ class Stages:
         def produce(scratch: Path) -> dict[str, Path]:
             out = scratch / "out"
             arguments = ["graphs", *self._config_arguments(scratch), "--out", out]
-            arguments += ["--origin", self.checkpoint.dir if self.checkpoint else "the recipe"]
+            arguments += ["--origin", self.checkpoint.place if self.checkpoint else "the recipe"]
             arguments += ["--kernels"] if self.job.kernels else []
             if generation is not None:
                 (scratch / "generation_config.json").write_text(generation, encoding="utf-8")

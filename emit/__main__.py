@@ -30,12 +30,12 @@ def _named(origin: object) -> Iterator[None]:
 
 
 def _convert(args: argparse.Namespace) -> None:
-    from emit.checkpoint import open_checkpoint
     from emit.dequant import dequantized
     from emit.entry import Model
+    from emit.gguf_checkpoint import opened
     from emit.weights import convert
 
-    checkpoint = open_checkpoint(args.checkpoint)
+    checkpoint = opened(args.checkpoint)
     if args.expect_config:
         _check_config(json.loads(args.expect_config), checkpoint.config, args.checkpoint)
     with _named(args.checkpoint):
@@ -45,12 +45,12 @@ def _convert(args: argparse.Namespace) -> None:
 
 
 def _type(args: argparse.Namespace) -> None:
-    from emit.checkpoint import open_checkpoint
     from emit.dequant import dequantized
     from emit.entry import Model
+    from emit.gguf_checkpoint import opened
     from emit.weights import checkpoint_type, resolve
 
-    checkpoint = open_checkpoint(args.checkpoint)
+    checkpoint = opened(args.checkpoint)
     with _named(args.checkpoint):
         weight_map = Model.of(checkpoint.config).weight_map
         source = dequantized(checkpoint, checkpoint.config)
@@ -62,6 +62,14 @@ def _pth(args: argparse.Namespace) -> None:
     from emit.pth_rwkv7 import convert
 
     convert(args.file, args.out)
+
+
+def _gguf(args: argparse.Namespace) -> None:
+    from emit.gguf_config import config_of
+    from emit.gguf_file import open_file
+
+    content = json.dumps(config_of(open_file(args.file)), indent=2, sort_keys=True)
+    (args.out / "config.json").write_text(content + "\n", encoding="utf-8")
 
 
 def _check_config(wanted: dict[str, Any], found: dict[str, Any], directory: Path) -> None:
@@ -135,7 +143,10 @@ def _parser() -> argparse.ArgumentParser:
     pth = commands.add_parser("pth", help="RWKV-7's own .pth file → a checkpoint directory")
     pth.add_argument("file", type=Path)
     pth.set_defaults(run=_pth)
-    convert = commands.add_parser("convert", help="checkpoint directory → params.irpa, params.json")
+    gguf = commands.add_parser("gguf", help="GGUF file → config.json of the model in it")
+    gguf.add_argument("file", type=Path)
+    gguf.set_defaults(run=_gguf)
+    convert = commands.add_parser("convert", help="checkpoint → params.irpa, params.json")
     convert.add_argument("checkpoint", type=Path)
     convert.add_argument("--weights", required=True, choices=("f32", "bf16", "f16"))
     convert.add_argument("--expect-config", help="JSON the checkpoint's config must agree with")
@@ -161,7 +172,7 @@ def _parser() -> argparse.ArgumentParser:
         sub.add_argument("--config", type=Path, required=True)
         sub.add_argument("--weights", required=True, choices=("f32", "bf16", "f16"))
         sub.add_argument("--shape", required=True)
-    for sub in (pth, kind, convert, graphs, objects, wanted):
+    for sub in (pth, gguf, kind, convert, graphs, objects, wanted):
         sub.add_argument("--out", type=Path, required=True)
     return parser
 

@@ -26,6 +26,7 @@ HOME = Path(__file__).resolve().parent
 DEFAULT_MODEL = "mamba2"
 DEFAULT_TARGET = "cpu"
 DEFAULT_SHAPE = "b1-p32+256"  # of a checkpoint without a recipe
+_LATER_PART = re.compile(r"-(?!00001)\d{5}-of-\d{5}\.gguf$")
 
 
 def names(kind: str) -> list[str]:
@@ -42,10 +43,10 @@ def check_words(arguments: Iterable[str], known: Iterable[str]) -> None:
 
 
 def resolve_model(word: str | None) -> ModelRecipe:
-    """The model named by `word`: recipe name, YAML path, checkpoint directory or hf:org/name[@rev].
+    """The model named by `word`: recipe name, YAML path, checkpoint or hf:org/name[@rev].
 
-    A recipe name wins over a directory of the same name (`./NAME` is the directory). Raises
-    UserError with the nearest names.
+    A checkpoint is a directory or a GGUF file. A recipe name wins over a directory of the same name
+    (`./NAME` is the directory). Raises UserError with the nearest names.
     """
     word = DEFAULT_MODEL if word is None else word
     if word.startswith("hf:"):
@@ -57,11 +58,15 @@ def resolve_model(word: str | None) -> ModelRecipe:
         if not path.is_file():
             raise UserError(f"model={word}: no such file: give a recipe YAML that exists")
         return load_model(path)
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise UserError(f"model={word}: no such file: give a GGUF file that exists")
+        return _from_gguf(path)
     if word and path.is_dir():
         return _from_directory(word, path)
     raise UserError(
         f"model={word}: no recipe or directory of that name: {nearest(word, names('models'))}"
-        " (or a YAML path, a checkpoint directory, hf:ORG/NAME[@REVISION])"
+        " (or a YAML path, a checkpoint directory, a GGUF file, hf:ORG/NAME[@REVISION])"
     )
 
 
@@ -160,6 +165,13 @@ def _from_hub(word: str) -> ModelRecipe:
 
 def _from_directory(word: str, path: Path) -> ModelRecipe:
     directory = path.resolve()
+    if not any(directory.glob("*.safetensors*")):
+        found = sorted(p for p in directory.glob("*.gguf") if not _LATER_PART.search(p.name))
+        if len(found) == 1:
+            return _from_gguf(found[0])
+        if found:
+            shown = ", ".join(p.name for p in found[:5])
+            raise UserError(f"model={word}: holds {shown}: give one of these files as the model")
     if not (directory / "config.json").is_file():
         raise UserError(
             f"model={word}: {directory}/config.json is missing: give a directory that holds a "
@@ -167,6 +179,11 @@ def _from_directory(word: str, path: Path) -> ModelRecipe:
         )
     name = _file_name(directory.name)
     return _bare(name, f"dir:{name}", None, directory)
+
+
+def _from_gguf(path: Path) -> ModelRecipe:
+    file = path.resolve()
+    return _bare(_file_name(file.stem), f"dir:{_file_name(file.name)}", None, file)
 
 
 def _bare(name: str, source: str, revision: str | None, directory: Path | None) -> ModelRecipe:

@@ -10,13 +10,16 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from emit.dequant import fp8
+from emit.dequant import fp8, ggml
 from emit.dequant.coded import KEY, Dequantized, Scheme
 from emit.errors import EmitError
 from emit.weights import Source
 
 # quant_method -> its reader, of the whole config
-METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {"fp8": fp8.read}
+METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    "fp8": fp8.read,
+    ggml.METHOD: ggml.read,
+}
 
 
 def scheme(config: Mapping[str, Any]) -> Scheme | None:
