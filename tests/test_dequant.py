@@ -141,12 +141,12 @@ def refused(directory: Path) -> str:
     ("keys", "line"),
     [
         ({"fmt": "e5m2"}, 'fmt = "e5m2" is not supported'),
-        ({"scale_fmt": "ue8m0"}, 'scale_fmt = "ue8m0" is not supported'),
-        ({"expert_dtype": "fp4"}, 'expert_dtype = "fp4" is not supported'),
+        ({"scale_fmt": "e5m2"}, 'scale_fmt = "e5m2" is not supported'),
+        ({"expert_dtype": "fp6"}, 'expert_dtype = "fp6" is not supported'),
         ({"group_size": 64}, "group_size = 64 is not supported"),
         ({"weight_block_size": [128]}, "weight_block_size = [128], expected two sizes"),
         ({"weight_block_size": [128, 0]}, "weight_block_size = [128, 0], expected two sizes"),
-        ({"quant_method": "gptq"}, '"gptq"'),
+        ({"quant_method": "hqq"}, '"hqq"'),
     ],
 )
 def test_other_ways_are_refused_by_name(plain: Path, keys: Mapping[str, Any], line: str) -> None:

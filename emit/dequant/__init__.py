@@ -10,14 +10,29 @@ import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from emit.dequant import fp8, ggml
+from emit.dequant import (
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fp8,
+    ggml,
+    gptq,
+    modelopt,
+    mxfp4,
+)
 from emit.dequant.coded import KEY, Dequantized, Scheme
 from emit.errors import EmitError
 from emit.weights import Source
 
 # quant_method -> its reader, of the whole config
 METHODS: dict[str, Callable[[Mapping[str, Any]], Scheme]] = {
+    "awq": awq.read,
+    "bitsandbytes": bitsandbytes.read,
+    "compressed-tensors": compressed_tensors.read,
     "fp8": fp8.read,
+    "gptq": gptq.read,
+    "modelopt": modelopt.read,
+    "mxfp4": mxfp4.read,
     ggml.METHOD: ggml.read,
 }
 
