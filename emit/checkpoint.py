@@ -30,6 +30,7 @@ import numpy as np
 from emit.errors import EmitError
 
 CONFIG = "config.json"
+QUANTIZATION = "hf_quant_config.json"  # of NVIDIA's ModelOpt
 GENERATION_CONFIG = "generation_config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -144,14 +145,20 @@ def read_config(directory: str | Path) -> dict[str, Any]:
     """config.json of a checkpoint directory.
 
     Both spellings of non-finite numbers are read: Infinity, NaN and {"__float__": "Infinity"}.
-    Raises EmitError when it is absent, is not a JSON object or repeats a key.
+    Where it says nothing of quantisation and hf_quant_config.json stands beside it, that is its
+    `quantization_config`, of the method `modelopt`. Raises EmitError when it is absent, is not a
+    JSON object or repeats a key.
     """
     root = Path(directory).resolve()
     if not os.path.lexists(root / CONFIG):
         raise _bad(
             root / CONFIG, "no such file; expected the model's configuration beside its weights"
         )
-    return _read_object(_inside(root, CONFIG, "configuration"))
+    config = _read_object(_inside(root, CONFIG, "configuration"))
+    if config.get("quantization_config") is None and os.path.lexists(root / QUANTIZATION):
+        beside = _read_object(_inside(root, QUANTIZATION, "quantisation settings"))
+        config["quantization_config"] = beside | {"quant_method": "modelopt"}
+    return config
 
 
 def read_config_file(path: str | Path) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from emit.dequant import scheme as scheme_of
 from emit.entry import Model
 from emit.errors import EmitError
 from emit.expect import load_params
+from emit.weights import resolve
 
 CASE = Case(
     "quantised",
@@ -135,6 +136,14 @@ def refused(directory: Path) -> str:
     line = str(caught.value)
     assert "\n" not in line
     return line
+
+
+def unread(directory: Path) -> str:
+    """The line that the checkpoint is refused with."""
+    with pytest.raises(EmitError) as caught:
+        opened = open_checkpoint(directory)
+        resolve(Model.of(opened.config).weight_map, dequantized(opened, opened.config))
+    return str(caught.value)
 
 
 def setting(directory: Path, **keys: Any) -> Path:

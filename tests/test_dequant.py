@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import cases
@@ -16,7 +17,7 @@ from driver import Driver
 
 from emit.__main__ import main
 from emit.checkpoint import open_checkpoint
-from emit.dequant import dequantized
+from emit.dequant import dequantized, scheme
 from emit.dequant.fp8 import Fp8
 from emit.entry import Model
 from emit.errors import EmitError
@@ -126,6 +127,165 @@ def test_fp8_is_read_as_the_library_reads_it() -> None:
         torch.from_numpy(codes.view(np.uint8)).view(torch.float8_e4m3fn), torch.from_numpy(scales)
     )
     np.testing.assert_array_equal(Fp8((32, 16)).widen(codes, scales), theirs.numpy())
+
+
+def e8m0(exponents: np.ndarray) -> np.ndarray:
+    """2 ^ exponent, as its type stores it."""
+    return (exponents + 127).astype(np.uint8).view(ml_dtypes.float8_e8m0fnu)
+
+
+def variant(directory: Path, change: Any, **keys: Any) -> None:
+    """Quantise per tensor, and change the tensors of each projection: (tensors, name)."""
+    quantise(directory, None, **keys)
+    tensors = read(directory)
+    for name in [n for n in tensors if n.endswith("proj.weight")]:
+        change(tensors, name)
+    safetensors.numpy.save_file(tensors, directory / "model.safetensors")
+
+
+def source_of(directory: Path) -> Any:
+    """The checkpoint as it reads."""
+    opened = open_checkpoint(directory)
+    return dequantized(opened, opened.config)
+
+
+def test_scales_of_activations_are_left_out(plain: Path, tmp_path: Path) -> None:
+    def change(tensors: dict[str, np.ndarray], name: str) -> None:
+        one = np.ones((), np.float32)
+        module = name.removesuffix(".weight")
+        tensors |= {f"{module}.activation_scale": one, f"{module}.input_scale": one}
+
+    before = set(open_checkpoint(plain).tensors)
+    variant(plain, change, activation_scheme="static")
+    assert source_of(plain).tensors.keys() == before
+    assert main(["convert", str(plain), "--weights", "f32", "--out", str(tmp_path / "o")]) == 0
+
+
+@pytest.mark.parametrize("by_row", [False, True])
+def test_scales_as_autofp8_writes_them(plain: Path, by_row: bool) -> None:
+    """`weight_scale`, one or one a row, and no block size in the config."""
+    means: dict[str, np.ndarray] = {}
+
+    def change(tensors: dict[str, np.ndarray], name: str) -> None:
+        scale = tensors.pop(name + "_scale_inv")
+        codes = tensors[name].astype(np.float32)
+        rows = np.linspace(1, 2, len(codes), dtype=np.float32)[:, None]
+        scale = scale * rows if by_row else scale.reshape(1)
+        tensors[name + "_scale"] = scale
+        means[name] = codes * scale
+
+    variant(plain, change, ignored_layers=["lm_head"])
+    config = json.loads((plain / "config.json").read_text())
+    del config["quantization_config"]["weight_block_size"]
+    (plain / "config.json").write_text(json.dumps(config))
+    source = source_of(plain)
+    for name, mean in means.items():
+        np.testing.assert_array_equal(source.read(name), mean)
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_scales_that_are_exponents(plain: Path, raw: bool) -> None:
+    means: dict[str, np.ndarray] = {}
+
+    def change(tensors: dict[str, np.ndarray], name: str) -> None:
+        codes = tensors[name]
+        grid = -(-codes.shape[0] // 32), -(-codes.shape[1] // 32)
+        powers = np.arange(grid[0] * grid[1]).reshape(grid) - 9
+        found = e8m0(powers)
+        tensors[name + "_scale_inv"] = found.view(np.uint8) if raw else found
+        means[name] = codes.astype(np.float32)
+        for i, j in np.ndindex(*codes.shape):
+            means[name][i, j] *= 2.0 ** powers[i // 32, j // 32]
+
+    variant(plain, change, scale_fmt="ue8m0", weight_block_size=[32, 32])
+    source = source_of(plain)
+    assert means
+    for name, mean in means.items():
+        np.testing.assert_array_equal(source.read(name), mean)
+    config = json.loads((plain / "config.json").read_text())
+    config["quantization_config"]["scale_fmt"] = "float"
+    (plain / "config.json").write_text(json.dumps(config))
+    assert "_scale_inv is " in refused(plain)
+
+
+def experts(directory: Path, block: list[int] | None, **tensors: np.ndarray) -> Any:
+    """A checkpoint of only these tensors; its source."""
+    given = {"quant_method": "fp8", "weight_block_size": block, "scale_fmt": "ue8m0"}
+    config = {"quantization_config": given | {"expert_dtype": "fp4"}}
+    (directory / "config.json").write_text(json.dumps(config))
+    safetensors.numpy.save_file(tensors, directory / "model.safetensors")
+    return source_of(directory)
+
+
+@pytest.mark.parametrize("block", [[8, 12], None])
+def test_stacks_of_experts(tmp_path: Path, block: list[int] | None) -> None:
+    rng = np.random.default_rng(0)
+    codes = rng.standard_normal((3, 20, 24)).astype(F8)
+    grid = (3, 3, 2) if block else (3, 1, 1)
+    scales = rng.uniform(0.5, 2, grid).astype(np.float32)
+    given = {"e.up_proj": codes, "e.up_proj_scale_inv": scales}
+    given["e.up_proj_activation_scale"] = np.ones(3, np.float32)
+    source = experts(tmp_path, block, **given)
+    assert list(source.tensors) == ["e.up_proj"]
+    found = source.read("e.up_proj")
+    rows, columns = block or (20, 24)
+    for e, i, j in np.ndindex(*codes.shape):
+        assert found[e, i, j] == np.float32(codes[e, i, j]) * scales[e, i // rows, j // columns]
+
+
+@pytest.mark.oracle
+def test_experts_of_four_bits_are_read_as_the_library_reads_them(tmp_path: Path) -> None:
+    import torch
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+
+    rng = np.random.default_rng(0)
+    codes = rng.integers(-128, 128, (3, 20, 32)).astype(np.int8)
+    scales = e8m0(rng.integers(-5, 5, (3, 20, 2)))
+    source = experts(tmp_path, [128, 128], **{"e.up": codes, "e.up_scale_inv": scales})
+    theirs = Fp8Dequantize(None)._dequantize_one(
+        torch.from_numpy(codes),
+        torch.from_numpy(scales.view(np.uint8)),
+        output_dtype=torch.float32,
+    )
+    np.testing.assert_array_equal(source.read("e.up"), theirs.numpy())
+    opened = open_checkpoint(tmp_path)
+    found = scheme(opened.config)
+    assert found is not None
+    coded = found.coded(opened)["e.up"]
+    assert coded.pack is not None
+    packed = coded.pack(*(opened.read(part) for part in coded.parts))
+    packed.check("e.up", coded.shape)
+    np.testing.assert_array_equal(packed.widen(), theirs.numpy())
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("block", [(32, 16), None])
+@pytest.mark.parametrize("form", ["float", "ue8m0"])
+def test_fp8_as_the_library_writes_it(
+    plain: Path, tmp_path: Path, block: tuple[int, int] | None, form: str
+) -> None:
+    """Its quantiser writes the checkpoint, its dequantiser says what that stands for."""
+    import quantised
+    import torch
+    from transformers import FineGrainedFP8Config
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize, Fp8Quantize
+
+    size: Any = block
+    config: Any = FineGrainedFP8Config(weight_block_size=size, scale_fmt=form)
+    quantizer = Fp8Quantize(SimpleNamespace(quantization_config=config))
+    directory = quantised.plain(tmp_path / "written")
+
+    def write(weight: np.ndarray) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        found = quantizer._quantize_one("x.weight", torch.from_numpy(weight))
+        codes, scales = found["x.weight"], found["x.weight_scale_inv"]
+        raw = scales.view(torch.uint8) if form == "ue8m0" else scales
+        mean = Fp8Dequantize(None)._dequantize_one(codes, raw, output_dtype=torch.float32)
+        parts = {"weight": codes, "weight_scale_inv": scales}
+        return {word: quantised.array(t) for word, t in parts.items()}, mean.numpy()
+
+    means = quantised.quantise(directory, json.loads(config.to_json_string(False)), write)
+    quantised.check(directory, means)
+    quantised.converts(directory, means)
 
 
 def refused(directory: Path) -> str:
