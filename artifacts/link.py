@@ -52,9 +52,9 @@ def link(modules: Sequence[tuple[str, str]]) -> str:
 def _claim(functions: dict[str, str], entry: str, number: int, scope: str, name: str) -> None:
     if (name != entry) if scope == "public" else not name.startswith(f"{entry}."):
         expected = f"@{entry}" if scope == "public" else f"@{entry}.<name>"
-        raise _fault(entry, number, f"{scope} @{name}: expected {expected}")
+        raise _fault(entry, number, f"{scope} function @{name}: expected {expected}")
     if name in functions:
-        raise _fault(entry, number, f"@{name} is defined twice")
+        raise _fault(entry, number, f"function @{name} is defined twice")
     functions[name] = entry
 
 

@@ -66,8 +66,8 @@ class Attempt:
 
     @property
     def about(self) -> str:
-        """In words."""
-        return f"{self.label} flags and kernels" if self.functions else f"{self.label} flags"
+        """In a word or three."""
+        return f"{self.label} with kernels" if self.functions else self.label
 
 
 class WriteBundle(Protocol):
@@ -117,7 +117,8 @@ def compile_and_prove(stages: Stages, write_bundle: WriteBundle) -> Compiled:
         failures.append(f"{attempt.about}: {verdict['problem']}")
         wrong.update(verdict["functions"])
         _delete(stages, result)
-        said = f"proof failed with {attempt.about}: {verdict['problem']}"
+        flags = f"{attempt.label} flags{' and kernels' if attempt.functions else ''}"
+        said = f"proof failed with {flags}: {verdict['problem']}"
         print(said, file=sys.stderr, flush=True)
     raise UserError(
         f"{job.model.name} for {target.name}: every flag list compiles to wrong numbers "
@@ -128,7 +129,7 @@ def compile_and_prove(stages: Stages, write_bundle: WriteBundle) -> Compiled:
 def _attempts(stages: Stages, cpu: Cpu | None, wrong: set[str]) -> Iterator[Attempt]:
     """Ways to compile, the best first; `wrong` grows as they fail."""
     target, more = stages.job.target, cpu.flags if cpu else ()
-    has = level(cpu) if cpu and target.kernels else None
+    has = level(cpu) if cpu and stages.job.kernels else None
     if has is not None:
         calling = _calling(stages)
         if calling:
@@ -147,7 +148,7 @@ def _attempts(stages: Stages, cpu: Cpu | None, wrong: set[str]) -> Iterator[Atte
 
 def _without_kernels(stages: Stages) -> Mapping[str, Blob]:
     """The graphs that every target compiles."""
-    return stages.graphs if not stages.job.target.kernels else stages.without_kernels.graphs
+    return stages.without_kernels.graphs if stages.job.kernels else stages.graphs
 
 
 def _calling(stages: Stages) -> tuple[str, ...]:

@@ -80,7 +80,7 @@ def test_each_key_is_required_and_typed(path):
 @pytest.mark.parametrize(
     ("path", "value", "word"),
     [
-        (("schema",), 1, "schema 1, expected 2"),
+        (("schema",), 1, "schema 1, expected 3"),
         (("schema",), True, "schema: found true, expected an integer"),
         (("shape", "slots"), 3.0, "shape.slots: found 3.0"),
         (("shape", "slots"), 0, "slots 0"),
@@ -117,7 +117,7 @@ def test_values_are_checked(path, value, word):
 
 def test_texts_that_are_not_a_manifest(tmp_path):
     text = mf.dumps(sample())
-    refused(text.replace('"schema": 2', '"schema": 2, "schema": 2'), "schema: key appears twice")
+    refused(text.replace('"schema": 3', '"schema": 3, "schema": 3'), "schema: key appears twice")
     refused(text.replace("1e-05", "NaN", 1), "NaN")
     refused(text.replace("1e-05", "1e999", 1), "expected a number")
     refused(text[:-5], "not JSON")

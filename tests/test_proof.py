@@ -141,12 +141,12 @@ def test_the_same_graph_compiled_right_is_accepted(tmp_path: Path) -> None:
 # Our own: a graph that differs a little from the one JAX ran -------------------------------------
 
 
-def honest_stages(place: Place) -> Stages:
-    """The stages of the place's build, all cached; its target has no safe flags."""
+def honest_stages(place: Place, kernels: bool = False) -> Stages:
+    """The stages of the place's build; its target has no safe flags."""
     model = resolve_model(str(place.work / "tiny"))
     recipe = replace(resolve_target("cpu"), safe_flags=())
     shape = resolve_shape(building.SHAPE, model)
-    job = Job(model, recipe, shape, lambda own: "f32", params=True, proof=True, kernels=False)
+    job = Job(model, recipe, shape, lambda own: "f32", params=True, proof=True, kernels=kernels)
     return Stages(Store(place.cache), job, BuildLog())
 
 
@@ -157,7 +157,8 @@ def plant(stages: Stages, directory: Path) -> set[str]:
     directory.mkdir()
     for entry in entries(model, Shape.parse(building.SHAPE)):
         path = directory / f"{entry.name}.mlir"
-        path.write_text(lower(entry, param_structs(model, "f32")), encoding="utf-8")
+        text = lower(entry, param_structs(model, "f32"), by_kernels=stages.job.kernels)
+        path.write_text(text, encoding="utf-8")
         blob = stages.store.put_file(path)
         if blob != outputs[path.name]:
             changed.add(entry.name)
@@ -334,6 +335,28 @@ def test_the_same_path_without_a_plant_is_accepted(place: Place, tmp_path: Path)
     assert plant(stages, tmp_path / "planted") == set()
     prove(stages)
     assert mamba2.SCAN_CHUNK >= 8  # one scan chunk: `scan` is the whole of prefill_8
+
+
+@pytest.mark.parametrize("wrong", [{"decode"}, {"prefill_8", "decode"}])
+def test_an_entry_whose_kernels_are_wrong_goes_without_them(
+    place: Place,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    wrong: set[str],
+) -> None:
+    """And only that entry; the manifest lists the others."""
+    for op in ("step", "scan")[: len(wrong)]:
+        monkeypatch.setattr(ssd, op, partial(no_skip_for_head_5, getattr(ssd, op)))
+    stages = honest_stages(place, kernels=True)
+    assert plant(stages, tmp_path / "planted") == wrong
+    done = proof.compile_and_prove(stages, partial(bundle._write, stages))
+    assert (done.status, done.label) == ("passed", "fast")
+    assert "proof failed with fast flags and kernels: " in capfd.readouterr().err
+    kept = {"prefill_8", "decode"} - wrong
+    assert (set(done.kernels["functions"]) if done.kernels else set()) == kept
+    again = proof.compile_and_prove(stages, partial(bundle._write, stages))
+    assert again.module == done.module and "proof failed" not in capfd.readouterr().err
 
 
 # Flags -------------------------------------------------------------------------------------------

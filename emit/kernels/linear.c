@@ -3,17 +3,7 @@
 // A tile is a range of outputs. Few rows (M <= MOST_ROWS, a decode): each weight is read once, from
 // memory, and multiplied with every row, lanes along K. Many (a prefill): a block of weights is
 // widened and transposed into the stack, lanes along O, and multiplied with every row.
-#include "simd.h"
-
-enum { MOST_ROWS = 8, ROWS_OF_X = 6, BLOCK_K = 128 };
-#if LANES == 8
-enum { VECTORS = 2, SUMS = 10 };  // of 16 registers
-#else
-enum { VECTORS = 4, SUMS = 24 };  // of 32 registers
-#endif
-enum { BLOCK_O = VECTORS * LANES };
-// Weight rows that are multiplied with M rows of x at a time.
-#define TOGETHER(M) (SUMS / (M) > 8 ? 8 : SUMS / (M) < 1 ? 1 : SUMS / (M))
+#include "product.h"
 
 // acc[r][m] = sum of w[r] x[m] over all of K, for R weight rows and M rows of x.
 #define FEW(NAME, TYPE)                                                                            \
@@ -63,38 +53,6 @@ enum { BLOCK_O = VECTORS * LANES };
     }                                                                                              \
   }
 
-// y[m][BLOCK_O] (+)= x[m][count] wide[count][BLOCK_O] for M rows.
-INLINE void multiply(const float *x, const float *wide, float *y, size_t K, size_t count,
-                     size_t stride, int first, const int M) {
-  vf acc[ROWS_OF_X][VECTORS];
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < VECTORS; v++)
-      acc[m][v] = first ? zero() : load_f32(y + m * stride + v * LANES);
-  for (size_t k = 0; k < count; k++) {
-    vf of_w[VECTORS];
-    for (int v = 0; v < VECTORS; v++) of_w[v] = load_f32(wide + k * BLOCK_O + v * LANES);
-    for (int m = 0; m < M; m++) {
-      const vf of_x = splat(x[m * K + k]);
-      for (int v = 0; v < VECTORS; v++) acc[m][v] += of_x * of_w[v];
-    }
-  }
-  for (int m = 0; m < M; m++)
-    for (int v = 0; v < VECTORS; v++) store(y + m * stride + v * LANES, acc[m][v]);
-}
-
-static void multiply_all(const float *x, const float *wide, float *y, size_t M, size_t K,
-                         size_t count, size_t stride, int first) {
-  size_t m = 0;
-  for (; m + ROWS_OF_X <= M; m += ROWS_OF_X)
-    multiply(x + m * K, wide, y + m * stride, K, count, stride, first, ROWS_OF_X);
-  for (; m + 2 <= M; m += 2)
-    multiply(x + m * K, wide, y + m * stride, K, count, stride, first, 2);
-  if (m < M) multiply(x + m * K, wide, y + m * stride, K, count, stride, first, 1);
-}
-
-// A block of outputs that ends inside a vector is computed into `edge` and copied.
-enum { EDGE_ROWS = 48 };
-
 #define MANY(NAME, TYPE)                                                                           \
   static void tile_many_##NAME(const float *x, const TYPE *w, float *y, size_t M, size_t K,        \
                                size_t O, size_t from, size_t to) {                                 \
@@ -112,9 +70,7 @@ enum { EDGE_ROWS = 48 };
           pack_##NAME(w + o * K + k, wide, K, count, outputs);                                     \
           multiply_all(x + m * K + k, wide, out, rows, K, count, stride, k == 0);                  \
         }                                                                                          \
-        if (outputs < BLOCK_O)                                                                     \
-          for (size_t i = 0; i < rows; i++)                                                        \
-            for (size_t j = 0; j < outputs; j++) y[(m + i) * O + o + j] = edge[i * BLOCK_O + j];   \
+        if (outputs < BLOCK_O) copy_edge(edge, y + m * O + o, rows, outputs, O);                   \
       }                                                                                            \
     }                                                                                              \
   }

@@ -1,0 +1,50 @@
+// Sizes of blocks, and the product of rows of x with a block of widened weights.
+#pragma once
+#include "simd.h"
+
+enum { MOST_ROWS = 8, ROWS_OF_X = 6, BLOCK_K = 128 };
+#if LANES == 8
+enum { VECTORS = 2, SUMS = 10 };  // of 16 registers
+#else
+enum { VECTORS = 4, SUMS = 24 };  // of 32 registers
+#endif
+enum { BLOCK_O = VECTORS * LANES };
+// Weight rows that are multiplied with M rows of x at a time.
+#define TOGETHER(M) (SUMS / (M) > 8 ? 8 : SUMS / (M) < 1 ? 1 : SUMS / (M))
+
+// y[m][BLOCK_O] (+)= x[m][count] wide[count][BLOCK_O] for M rows.
+INLINE void multiply(const float *x, const float *wide, float *y, size_t K, size_t count,
+                     size_t stride, int first, const int M) {
+  vf acc[ROWS_OF_X][VECTORS];
+  for (int m = 0; m < M; m++)
+    for (int v = 0; v < VECTORS; v++)
+      acc[m][v] = first ? zero() : load_f32(y + m * stride + v * LANES);
+  for (size_t k = 0; k < count; k++) {
+    vf of_w[VECTORS];
+    for (int v = 0; v < VECTORS; v++) of_w[v] = load_f32(wide + k * BLOCK_O + v * LANES);
+    for (int m = 0; m < M; m++) {
+      const vf of_x = splat(x[m * K + k]);
+      for (int v = 0; v < VECTORS; v++) acc[m][v] += of_x * of_w[v];
+    }
+  }
+  for (int m = 0; m < M; m++)
+    for (int v = 0; v < VECTORS; v++) store(y + m * stride + v * LANES, acc[m][v]);
+}
+
+static void multiply_all(const float *x, const float *wide, float *y, size_t M, size_t K,
+                         size_t count, size_t stride, int first) {
+  size_t m = 0;
+  for (; m + ROWS_OF_X <= M; m += ROWS_OF_X)
+    multiply(x + m * K, wide, y + m * stride, K, count, stride, first, ROWS_OF_X);
+  for (; m + 2 <= M; m += 2)
+    multiply(x + m * K, wide, y + m * stride, K, count, stride, first, 2);
+  if (m < M) multiply(x + m * K, wide, y + m * stride, K, count, stride, first, 1);
+}
+
+// A block of outputs that ends inside a vector is computed into `edge` and copied.
+enum { EDGE_ROWS = 48 };
+
+INLINE void copy_edge(const float *edge, float *y, size_t rows, size_t outputs, size_t stride) {
+  for (size_t m = 0; m < rows; m++)
+    for (size_t o = 0; o < outputs; o++) y[m * stride + o] = edge[m * BLOCK_O + o];
+}
