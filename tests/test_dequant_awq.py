@@ -89,6 +89,28 @@ def test_reads_the_codes(plain: Path, group: int, gemv: bool) -> None:
     quantised.converts(plain, means)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 5, 6, 7, 8])
+def test_other_widths_are_streams(plain: Path, bits: int) -> None:
+    """As GPTQModel packs them: the outputs in order, over the ends of words."""
+
+    def stream(rows: np.ndarray) -> np.ndarray:
+        numbers = [sum(int(code) << bits * i for i, code in enumerate(row)) for row in rows]
+        count = -(-rows.shape[1] * bits // 32)
+        found = [[n >> 32 * i & 0xFFFFFFFF for i in range(count)] for n in numbers]
+        return np.array(found, np.uint32).view(np.int32)
+
+    def write(weight: np.ndarray) -> tuple[Parts, np.ndarray]:
+        rng = np.random.default_rng(bits)
+        codes = rng.integers(0, 2**bits, weight.T.shape)
+        zeros = rng.integers(0, 2**bits, (len(codes) // 32, len(weight)))
+        scales = rng.uniform(0.01, 0.1, zeros.shape).astype(np.float16)
+        mean = (codes - np.repeat(zeros, 32, 0)) * np.repeat(scales.astype(float), 32, 0)
+        return {"qweight": stream(codes), "qzeros": stream(zeros), "scales": scales}, mean.T
+
+    means = quantised.quantise(plain, SETTINGS | {"bits": bits}, write)
+    quantised.check(plain, means, packs=True)
+
+
 @pytest.mark.parametrize(
     ("keys", "line"),
     [

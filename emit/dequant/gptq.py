@@ -36,7 +36,8 @@ _FREE = frozenset(
     model_seqlen block_name_to_quantize module_name_preceding_first_block batch_size pad_token_id
     max_input_length cache_block_outputs modules_in_block_to_quantize use_cuda_fp16 use_exllama
     disable_exllama exllama_config model_name_or_path model_file_base_name quantizer mse
-    modules_to_not_convert damp_auto_increment version offload_to_disk""".split()
+    modules_to_not_convert damp_auto_increment version offload_to_disk v2 v2_alpha hyb_act
+    mock_quantization""".split()
 )
 _ONLY: dict[str, tuple[Any, ...]] = {
     "pack_dtype": ("int32",),
