@@ -101,6 +101,13 @@ def test_no_pattern_takes_long() -> None:
         assert time.monotonic() - start < 5
 
 
+def test_a_pattern_of_many_steps_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(names, "STEPS", 1000)
+    meant = names.pattern("(.*.*.*)*x")
+    with pytest.raises(EmitError, match="a pattern takes more than 1000 steps"):
+        meant("a" * 100)
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [

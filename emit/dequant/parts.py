@@ -129,7 +129,7 @@ def grouped(
         return split(*arrays).packed(layout)
 
     inputs = shape[-1]
-    if not storable or inputs == 0 or inputs % layout.group or inputs * layout.bits % 8:
+    if not storable or inputs == 0 or inputs * layout.bits % 8:
         return Coded(shape, parts, widen)
     return Coded(shape, parts, widen, layout, pack)
 
