@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -13,6 +13,7 @@ import numpy as np
 
 from emit import irpa
 from emit.errors import EmitError
+from emit.forms import Form, choose, depthwise_kernel
 from emit.state import DTYPES, WORDS
 
 
@@ -38,37 +39,22 @@ class Source(Protocol):
     def read(self, name: str) -> np.ndarray: ...
 
 
-def copy(tensor: np.ndarray) -> np.ndarray:
-    """The tensor as it is."""
-    return tensor
-
-
-def depthwise_kernel(tensor: np.ndarray) -> np.ndarray:
-    """A depthwise `Conv1d` weight [C, 1, K] as [K, C], so that channels are contiguous."""
-    return tensor[:, 0, :].T
-
-
 @dataclass(frozen=True)
 class Param:
-    """One canonical parameter.
+    """One canonical parameter of `shape`, and the `forms` that a checkpoint may hold it in.
 
-    `source` lists the names the tensor may have in a checkpoint (exactly one must be present);
-    `source_shape` is its shape there, `shape` that after `transform`. With `parts`, it is instead
-    the stack, along a new first axis, of all these tensors, each of shape `source_shape` and
-    transformed by itself. A `matrix` is stored in the
-    recipe's weight type, everything else in float32. `offset` and `scale` say how to draw a random
-    stand-in: offset + scale × standard normal.
+    A `matrix` is stored in the recipe's weight type, everything else in float32. `offset` and
+    `scale` say how to draw a random stand-in: offset + scale × standard normal. `experts` says that
+    the first axis is one of experts, of which a token takes a few.
     """
 
     name: str
     shape: tuple[int, ...]
-    source: tuple[str, ...]
-    source_shape: tuple[int, ...]
-    transform: Callable[[np.ndarray], np.ndarray] = copy
-    parts: tuple[str, ...] = ()
+    forms: tuple[Form, ...]
     matrix: bool = False
     offset: float = 0.0
     scale: float = 0.02
+    experts: bool = False
 
     def spec(self, weights: str) -> irpa.Tensor:
         """This parameter as stored under the weight type `weights`."""
@@ -94,25 +80,32 @@ class WeightMap:
 
 def vector(name: str, size: int, prefix: str, offset: float = 0.0, scale: float = 0.02) -> Param:
     """A float32 vector stored under `prefix + name`."""
-    return Param(name, (size,), (prefix + name,), (size,), offset=offset, scale=scale)
+    return Param(name, (size,), (Form((prefix + name,), (size,)),), offset=offset, scale=scale)
 
 
-def matrix(name: str, shape: tuple[int, int], *source: str) -> Param:
-    """A projection [outputs, inputs]; random stand-ins are drawn with variance 1/inputs."""
-    return Param(name, shape, source, shape, matrix=True, scale=shape[1] ** -0.5)
+def matrix(name: str, shape: tuple[int, int], *sources: str) -> Param:
+    """A projection [outputs, inputs] under one of the names `sources`.
+
+    Random stand-ins are drawn with variance 1/inputs.
+    """
+    forms = tuple(Form((source,), shape) for source in sources)
+    return Param(name, shape, forms, matrix=True, scale=shape[1] ** -0.5)
 
 
-def experts(name: str, shape: tuple[int, int], sources: Sequence[str]) -> Param:
-    """The stack [E, outputs, inputs] of E projections that a checkpoint holds one by one."""
-    return Param(
-        name,
-        (len(sources), *shape),
-        (),
-        shape,
-        parts=tuple(sources),
-        matrix=True,
-        scale=shape[1] ** -0.5,
-    )
+def kernel(name: str, width: int, channels: int, *sources: str) -> Param:
+    """The kernel [width, channels] of a depthwise convolution, under one of the names `sources`."""
+    forms = tuple(Form((source,), (channels, 1, width), depthwise_kernel) for source in sources)
+    return Param(name, (width, channels), forms, scale=width**-0.5)
+
+
+def experts(name: str, shape: tuple[int, int], sources: Sequence[str], *stacks: Form) -> Param:
+    """The stack [E, outputs, inputs] of E projections.
+
+    A checkpoint holds them one by one, as `sources`, or in one of the forms `stacks`.
+    """
+    forms = (Form(tuple(sources), shape, stacked=True), *stacks)
+    size = (len(sources), *shape)
+    return Param(name, size, forms, matrix=True, scale=shape[1] ** -0.5, experts=True)
 
 
 def with_head(
@@ -128,39 +121,27 @@ def with_head(
     return WeightMap((*rows, matrix("lm_head.weight", table, "lm_head.weight")), unused)
 
 
-def resolve(weight_map: WeightMap, source: Source) -> dict[str, tuple[str, ...]]:
-    """Canonical name → checkpoint name (of a stack: names) for every parameter.
+def resolve(weight_map: WeightMap, source: Source) -> dict[str, Form]:
+    """Canonical name → the form that the checkpoint has, for every parameter.
 
     Raises EmitError listing, at once, every parameter with no tensor or more than one, every
     misshapen tensor and every tensor that nothing uses.
     """
-    problems: list[str] = []
-    chosen: dict[str, tuple[str, ...]] = {}
-    used = _unused(weight_map, source)
+    problems: dict[str, None] = {}
+    chosen: dict[str, Form] = {}
+    wanted = {name for param in weight_map.params for form in param.forms for name in form.names}
+    used = _unused(weight_map, source) | wanted
     for param in weight_map.params:
-        present = tuple(name for name in param.source + param.parts if name in source.tensors)
-        used |= set(present)
-        if param.parts:
-            absent = sorted(set(param.parts) - set(present))
-            problems += [f"{name} is missing" for name in absent]
-        elif len(present) != 1:
-            what = "is missing" if not present else "is there under two names"
-            problems.append(f"{' / '.join(present or param.source)} {what}")
-            continue
-        chosen[param.name] = present
-        for name in present:
-            shape = source.tensors[name].shape
-            if shape != param.source_shape:
-                problems.append(
-                    f"{name} has shape {list(shape)}, expected {list(param.source_shape)}"
-                )
-    wanted = [name for param in weight_map.params for name in param.source + param.parts]
+        form, wrong = choose(param.forms, source.tensors)
+        problems |= dict.fromkeys(wrong)
+        if form is not None:
+            chosen[param.name] = form
     for name in sorted(set(source.tensors) - used):
         close = difflib.get_close_matches(name, wanted, n=1, cutoff=0.8)
         hint = f" (like {close[0]})" if close else ""
-        problems.append(f"{name} is not a tensor of this family{hint}")
+        problems[f"{name} is not a tensor of this family{hint}"] = None
     if problems:
-        shown = "; ".join(problems[:20])
+        shown = "; ".join(list(problems)[:20])
         more = f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
         raise EmitError(
             f"{source.dir}: {len(problems)} tensors do not fit config.json: {shown}{more}"
@@ -175,11 +156,9 @@ def _unused(weight_map: WeightMap, source: Source) -> set[str]:
     return {name for name in source.tensors if name in known or (begin and name.startswith(begin))}
 
 
-def checkpoint_type(
-    weight_map: WeightMap, source: Source, chosen: Mapping[str, tuple[str, ...]]
-) -> str:
+def checkpoint_type(weight_map: WeightMap, source: Source, chosen: Mapping[str, Form]) -> str:
     """The one dtype word of all matrices in the checkpoint, `f32` if they differ."""
-    matrices = [name for p in weight_map.params if p.matrix for name in chosen[p.name]]
+    matrices = [name for p in weight_map.params if p.matrix for name in chosen[p.name].names]
     found = {source.tensors[name].dtype for name in matrices}
     word = found.pop() if len(found) == 1 else "f32"
     return word if word in ("bf16", "f16") else "f32"
@@ -213,11 +192,12 @@ def convert(weight_map: WeightMap, source: Source, weights: str, out: Path) -> d
 
     def arrays() -> Iterator[np.ndarray]:
         for param, spec in zip(weight_map.params, specs, strict=True):
+            form = chosen[param.name]
             parts = [
-                narrow(name, param.transform(source.read(name)), DTYPES[spec.dtype])
-                for name in chosen[param.name]
+                narrow(name, form.transform(source.read(name)), DTYPES[spec.dtype])
+                for name in form.names
             ]
-            yield np.stack(parts) if param.parts else parts[0]
+            yield np.stack(parts) if form.stacked else parts[0]
 
     irpa.write(out / "params.irpa", specs, arrays())
     report = {
@@ -229,16 +209,15 @@ def convert(weight_map: WeightMap, source: Source, weights: str, out: Path) -> d
     return report
 
 
-def _check_copies(
-    weight_map: WeightMap, source: Source, chosen: Mapping[str, tuple[str, ...]]
-) -> None:
+def _check_copies(weight_map: WeightMap, source: Source, chosen: Mapping[str, Form]) -> None:
     """EmitError for a second copy that differs: the config says that it is not used."""
     for name, param in weight_map.copies.items():
-        if name in source.tensors and not np.array_equal(
-            source.read(name), source.read(chosen[param][0])
-        ):
+        if name not in source.tensors:
+            continue
+        (original,) = chosen[param].names
+        if not np.array_equal(source.read(name), source.read(original)):
             raise EmitError(
-                f"{source.dir}: {name} differs from {chosen[param][0]}, but config.json ties them; "
+                f"{source.dir}: {name} differs from {original}, but config.json ties them; "
                 'set "tie_word_embeddings": false there if both are meant'
             )
 

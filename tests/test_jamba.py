@@ -90,6 +90,6 @@ def test_published_sizes(name: str) -> None:
     model = Model.of({**(recipe.config or {}), "model_type": "jamba"}, 128)
     params = model.weight_map.params
     part = model.cfg.num_experts_per_tok / model.cfg.num_experts
-    active = sum(math.prod(p.shape) * (part if p.parts else 1.0) for p in params)
+    active = sum(math.prod(p.shape) * (part if p.experts else 1.0) for p in params)
     found = (sum(math.prod(p.shape) for p in params) / 1e9, active / 1e9)
     assert found == pytest.approx(SIZES[name], abs=0.06)

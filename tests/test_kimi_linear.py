@@ -192,7 +192,7 @@ def test_published_sizes(name: str) -> None:
     params = model.weight_map.params
     assert sum(math.prod(p.shape) for p in params) == 49_122_681_728
     part = model.cfg.num_experts_per_token / model.cfg.num_experts
-    active = sum(math.prod(p.shape) * (part if p.parts else 1.0) for p in params)
+    active = sum(math.prod(p.shape) * (part if p.experts else 1.0) for p in params)
     assert active / 1e9 == pytest.approx(3.48, abs=0.01)
     kept = [spec.size for spec in model.state if spec.kind == "per_position"]
     assert kept == [1024 * 576] * 7
@@ -219,7 +219,7 @@ def test_the_first_layer_has_two_names_and_not_both(tmp_path: Path) -> None:
     for directory in (published, library):
         opened = open_checkpoint(directory)
         chosen = resolve(Model.of(opened.config, 8).weight_map, opened)
-        found.append(chosen["layers.0.mlp.up_proj.weight"])
+        found.append(chosen["layers.0.mlp.up_proj.weight"].names)
     names = [f"model.layers.0.{name}.up_proj.weight" for name in ("mlp", "block_sparse_moe")]
     assert found == [(name,) for name in names]
     tensors = cases.tensors(case)

@@ -18,6 +18,7 @@ from jax import Array
 
 from emit.blocks.block import Rows, State
 from emit.errors import EmitError
+from emit.forms import Form
 from emit.ops import attention, nn, rope
 from emit.state import StateSpec
 from emit.weights import Param, matrix, vector
@@ -97,7 +98,8 @@ class Attention:
             for each, count in zip(self.norm_names, heads, strict=True):
                 shape = (count, self.head_dim) if self.qk_norm == "heads" else (self.head_dim,)
                 offset = 1.0 - self.norm_offset
-                rows.append(Param(name + each, shape, (source + each,), shape, offset=offset))
+                forms = (Form((source + each,), shape),)
+                rows.append(Param(name + each, shape, forms, offset=offset))
         return rows
 
     def state(self, context: int | None) -> list[StateSpec]:

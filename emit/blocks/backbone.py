@@ -35,9 +35,8 @@ class Branch:
         rows = self.block.params(at, prefix + at)
         for name in self.also:
             others = self.block.params(at, f"{prefix}{layer}{name}.")
-            assert not any(row.parts for row in rows), "a stack has one name"
             rows = [
-                replace(row, source=row.source + other.source)
+                replace(row, forms=row.forms + other.forms)
                 for row, other in zip(rows, others, strict=True)
             ]
         return rows

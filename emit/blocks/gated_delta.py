@@ -17,9 +17,10 @@ import numpy as np
 from jax import Array
 
 from emit.blocks.block import Rows, State
+from emit.forms import Form
 from emit.ops import conv, delta, nn
 from emit.state import StateSpec
-from emit.weights import Param, depthwise_kernel, matrix, vector
+from emit.weights import Param, kernel, matrix, vector
 
 # Tokens of a chunk. With 32 a model of many layers takes longer to compile by a fifth, and the scan
 # itself is up to twice as fast on a CPU.
@@ -68,13 +69,8 @@ class GatedDelta:
         out = (self.hidden_size, values)
         return [
             *self._projections(name, source),
-            Param(
-                name + "conv1d.weight",
-                (self.conv_kernel, self.conv_dim),
-                (source + "conv1d.weight",),
-                (self.conv_dim, 1, self.conv_kernel),
-                depthwise_kernel,
-                scale=self.conv_kernel**-0.5,
+            kernel(
+                name + "conv1d.weight", self.conv_kernel, self.conv_dim, source + "conv1d.weight"
             ),
             vector(name + "dt_bias", self.value_heads, prefix, offset=-3.0, scale=1.0),
             vector(name + "A_log", self.value_heads, prefix, offset=1.0, scale=0.7),
@@ -100,17 +96,8 @@ class GatedDelta:
             shape = (self.key_heads * sum(sizes), hidden)
             sort = partial(grouped_by_kind, groups=self.key_heads, sizes=sizes)
             word = f"in_proj_{each}.weight"
-            rows.append(
-                Param(
-                    name + word,
-                    shape,
-                    (source + word,),
-                    shape,
-                    sort,
-                    matrix=True,
-                    scale=hidden**-0.5,
-                )
-            )
+            forms = (Form((source + word,), shape, sort, rows=True),)
+            rows.append(Param(name + word, shape, forms, matrix=True, scale=hidden**-0.5))
         return rows
 
     def state(self, context: int | None) -> list[StateSpec]:

@@ -18,9 +18,10 @@ import numpy as np
 from jax import Array
 
 from emit.blocks.block import Rows, State
+from emit.forms import Form
 from emit.ops import conv, delta, nn
 from emit.state import StateSpec
-from emit.weights import Param, depthwise_kernel, matrix, vector
+from emit.weights import Param, kernel, matrix, vector
 
 SCAN_CHUNK = 32  # 64 is a quarter more work on a CPU, 16 a fifth less in two fifths more kernels
 PARTS = ("q", "k", "v")
@@ -63,13 +64,11 @@ class Kda:
             for each, size in sizes.items()
         ]
         rows += [
-            Param(
+            kernel(
                 f"{name}{part}_conv1d.weight",
-                (self.conv_kernel, inner),
-                (f"{source}{part}_conv1d.weight",),
-                (inner, 1, self.conv_kernel),
-                depthwise_kernel,
-                scale=self.conv_kernel**-0.5,
+                self.conv_kernel,
+                inner,
+                f"{source}{part}_conv1d.weight",
             )
             for part in PARTS
         ]
@@ -78,9 +77,7 @@ class Kda:
             Param(
                 name + "A_log",
                 (self.num_heads,),
-                (source + "A_log",),
-                heads,
-                flat,
+                (Form((source + "A_log",), heads, flat),),
                 offset=1.0,
                 scale=0.7,
             ),

@@ -16,9 +16,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from emit.blocks.block import Rows, State
+from emit.forms import Form
 from emit.ops import conv, nn, selective_scan
 from emit.state import StateSpec
-from emit.weights import Param, depthwise_kernel, matrix, vector
+from emit.weights import Param, kernel, matrix, vector
 
 SCAN_CHUNK = 16
 NORMED = ("dt_layernorm", "b_layernorm", "c_layernorm")
@@ -61,20 +62,12 @@ class Mamba1:
             for each, shape in widths.items()
         ]
         rows += [
-            Param(
-                name + "conv1d.weight",
-                (self.conv_kernel, inner),
-                (source + "conv1d.weight",),
-                (inner, 1, self.conv_kernel),
-                depthwise_kernel,
-                scale=self.conv_kernel**-0.5,
-            ),
+            kernel(name + "conv1d.weight", self.conv_kernel, inner, source + "conv1d.weight"),
             vector(name + "dt_proj.bias", inner, prefix, offset=-3.0, scale=1.0),
             Param(
                 name + "A_log",
                 (inner, maps),
-                (source + "A_log",),
-                (inner, maps),
+                (Form((source + "A_log",), (inner, maps)),),
                 offset=1.0,
                 scale=0.7,
             ),

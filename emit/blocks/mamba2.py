@@ -18,7 +18,7 @@ from jax import Array
 from emit.blocks.block import Rows, State
 from emit.ops import conv, nn, ssd
 from emit.state import StateSpec
-from emit.weights import Param, depthwise_kernel, matrix, vector
+from emit.weights import Param, kernel, matrix, vector
 
 SCAN_CHUNK = 64
 
@@ -70,13 +70,8 @@ class Mamba2:
         prefix = source.removesuffix(name)
         rows = [
             matrix(name + "in_proj.weight", (width, self.hidden_size), source + "in_proj.weight"),
-            Param(
-                name + "conv1d.weight",
-                (self.conv_kernel, self.conv_dim),
-                (source + "conv1d.weight",),
-                (self.conv_dim, 1, self.conv_kernel),
-                depthwise_kernel,
-                scale=self.conv_kernel**-0.5,
+            kernel(
+                name + "conv1d.weight", self.conv_kernel, self.conv_dim, source + "conv1d.weight"
             ),
             vector(name + "dt_bias", self.num_heads, prefix, offset=-3.0, scale=1.0),
             vector(name + "A_log", self.num_heads, prefix, offset=1.0, scale=0.7),

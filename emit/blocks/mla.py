@@ -19,6 +19,7 @@ from jax import Array
 
 from emit.blocks.attention import places_for
 from emit.blocks.block import Rows, State
+from emit.forms import Form
 from emit.ops import mla, nn, rope
 from emit.state import StateSpec
 from emit.weights import Param, matrix, vector
@@ -95,15 +96,14 @@ class Mla:
         width = self.nope_dim + self.value_dim
         rows = len(range(*part.indices(width)))
         shape = (self.kv_rank, rows) if transpose else (rows, self.kv_rank)
-        return Param(
-            name,
-            (self.num_heads, *shape),
+        form = Form(
             (source + "kv_b_proj.weight",),
             (self.num_heads * width, self.kv_rank),
             partial(rows_of_heads, heads=self.num_heads, part=part, transpose=transpose),
-            matrix=True,
-            scale=self.kv_rank**-0.5,
+            rows=not transpose,
         )
+        size = (self.num_heads, *shape)
+        return Param(name, size, (form,), matrix=True, scale=self.kv_rank**-0.5)
 
     def state(self, context: int | None) -> list[StateSpec]:
         """The latents and shared keys [1, 1, C, R + P] of a `context` of C tokens.

@@ -11,6 +11,7 @@ from jax import Array
 
 from emit.blocks.block import Rows, State, under
 from emit.blocks.mlp import Mlp
+from emit.forms import Form, first_half, second_half
 from emit.ops import moe, nn
 from emit.ops.moe import Routing
 from emit.state import StateSpec
@@ -22,7 +23,8 @@ class Names:
     """What a family's checkpoints call the parts, and so do canonical names.
 
     Expert e's projections are `<experts>.<e>.<up, down or gate>.weight` there, and one stack
-    `<experts>.<up, down or gate>.weight` here. `bias` is the router's correction bias.
+    `<experts>.<up, down or gate>.weight` here. `bias` is the router's correction bias. `stacked`
+    are the words of MLX's stacks `switch_mlp.<word>.weight`: up, down and gate.
     """
 
     router: str = "gate"
@@ -31,6 +33,7 @@ class Names:
     up: str = "up_proj"
     down: str = "down_proj"
     gate: str = "gate_proj"
+    stacked: tuple[str, str, str] = ("up_proj", "down_proj", "gate_proj")
     shared: str = "shared_experts"
     shared_gate: str = "shared_expert_gate"
     latent_in: str = "fc1_latent_proj"
@@ -71,7 +74,11 @@ class Moe:
         sizes = {say.up: up, say.down: (up[1], up[0])} | ({say.gate: up} if self.gated else {})
         for which, size in sizes.items():
             each = [f"{source}{say.experts}.{e}.{which}.weight" for e in range(self.num_experts)]
-            rows.append(experts(f"{name}{say.experts}.{which}.weight", size, each))
+            rows.append(
+                experts(
+                    f"{name}{say.experts}.{which}.weight", size, each, *self._stacks(source, which)
+                )
+            )
         projections = {}
         if self.latent_size:
             projections[say.latent_in] = (self.latent_size, self.hidden_size)
@@ -85,6 +92,25 @@ class Moe:
         if self.shared is not None:
             rows += self.shared.params(f"{name}{say.shared}.", f"{source}{say.shared}.")
         return rows
+
+    def _stacks(self, source: str, which: str) -> list[Form]:
+        """The experts' projections `which` as stacks: MLX's, and those of transformers' modules.
+
+        The latter have the rows of `gate` and `up` in one tensor.
+        """
+        say, E = self.names, self.num_experts
+        up = (self.intermediate_size, self.latent_size or self.hidden_size)
+        words = dict(zip((say.up, say.down, say.gate), say.stacked, strict=True))
+        size = (up[1], up[0]) if which == say.down else up
+        forms = [Form((f"{source}switch_mlp.{words[which]}.weight",), (E, *size))]
+        joint = f"{source}{say.experts}."
+        if which == say.down:
+            return [*forms, Form((joint + "down_proj",), (E, *size))]
+        if not self.gated:
+            return [*forms, Form((joint + "up_proj",), (E, *size))]
+        half = first_half if which == say.gate else second_half
+        both = (E, 2 * size[0], size[1])
+        return [*forms, Form((joint + "gate_up_proj",), both, half, rows=True)]
 
     def state(self, context: int | None) -> list[StateSpec]:
         """None."""
@@ -126,4 +152,4 @@ class Moe:
 def _float32(name: str, source: str, which: str, shape: tuple[int, ...]) -> Param:
     """A parameter that is stored in float32 whatever the weight type."""
     scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.02
-    return Param(name + which, shape, (source + which,), shape, scale=scale)
+    return Param(name + which, shape, (Form((source + which,), shape),), scale=scale)

@@ -23,7 +23,7 @@ from emit.blocks.block import Rows, State
 from emit.blocks.mamba2 import SCAN_CHUNK
 from emit.ops import conv, nn, ssd
 from emit.state import StateSpec
-from emit.weights import Param, depthwise_kernel, matrix, vector
+from emit.weights import Param, kernel, matrix, vector
 
 
 @dataclass(frozen=True)
@@ -46,21 +46,13 @@ class PlamoMamba:
     def params(self, name: str, source: str) -> list[Param]:
         """in_proj, conv1d, bcdt_proj, dt_proj, dt_bias, A_log, D, three norms and out_proj."""
         prefix = source.removesuffix(name)
-        kernel = (self.inner, 1, self.conv_kernel)
 
         def projection(which: str, outputs: int, inputs: int) -> Param:
             return matrix(f"{name}{which}.weight", (outputs, inputs), f"{source}{which}.weight")
 
         return [
             projection("in_proj", 2 * self.inner, self.hidden_size),
-            Param(
-                name + "conv1d.weight",
-                (self.conv_kernel, self.inner),
-                (source + "conv1d.weight",),
-                kernel,
-                depthwise_kernel,
-                scale=self.conv_kernel**-0.5,
-            ),
+            kernel(name + "conv1d.weight", self.conv_kernel, self.inner, source + "conv1d.weight"),
             projection("bcdt_proj", 2 * self.state_size + self.dt_rank, self.inner),
             projection("dt_proj", self.num_heads, self.dt_rank),
             vector(name + "dt_bias", self.num_heads, prefix, offset=-3.0, scale=1.0),

@@ -14,9 +14,10 @@ import numpy as np
 from jax import Array
 
 from emit.blocks.block import Rows, State
+from emit.forms import Form
 from emit.ops import conv, nn, rglru
 from emit.state import StateSpec
-from emit.weights import Param, depthwise_kernel, matrix, vector
+from emit.weights import Param, kernel, matrix, vector
 
 SCAN_CHUNK = 32
 
@@ -58,21 +59,12 @@ class Recurrent:
             rows.append(matrix(f"{name}{each}.weight", shape, f"{source}{each}.weight"))
             rows.append(vector(f"{name}{each}.bias", shape[0], prefix))
         rows += [
-            Param(
-                name + "conv_1d.weight",
-                (self.conv_kernel, width),
-                (source + "conv_1d.weight",),
-                (width, 1, self.conv_kernel),
-                depthwise_kernel,
-                scale=self.conv_kernel**-0.5,
-            ),
+            kernel(name + "conv_1d.weight", self.conv_kernel, width, source + "conv_1d.weight"),
             vector(name + "conv_1d.bias", width, prefix),
             Param(
                 name + "rg_lru.rate",
                 (width,),
-                (source + "rg_lru.recurrent_param",),
-                (width,),
-                softplus,
+                (Form((source + "rg_lru.recurrent_param",), (width,), softplus),),
                 offset=0.05,
                 scale=0.007,
             ),
@@ -80,20 +72,10 @@ class Recurrent:
         each = width // self.num_heads
         blocks, biases = (self.num_heads, each, each), (self.num_heads, each)
         for gate in ("rg_lru.input_gate", "rg_lru.recurrent_gate"):
-            source_name = (f"{source}{gate}_weight",)
-            rows.append(
-                Param(
-                    f"{name}{gate}_weight",
-                    blocks,
-                    source_name,
-                    blocks,
-                    transposed,
-                    matrix=True,
-                    scale=each**-0.5,
-                )
-            )
-            source_name = (f"{source}{gate}_bias",)
-            rows.append(Param(f"{name}{gate}_bias", (width,), source_name, biases, joined))
+            forms = (Form((f"{source}{gate}_weight",), blocks, transposed),)
+            rows.append(Param(f"{name}{gate}_weight", blocks, forms, matrix=True, scale=each**-0.5))
+            forms = (Form((f"{source}{gate}_bias",), biases, joined),)
+            rows.append(Param(f"{name}{gate}_bias", (width,), forms))
         return rows
 
     def state(self, context: int | None) -> list[StateSpec]:

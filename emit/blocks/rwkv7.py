@@ -27,6 +27,7 @@ import numpy as np
 from jax import Array
 
 from emit.blocks.block import Rows, State
+from emit.forms import Form
 from emit.ops import nn, shift, wkv7
 from emit.ops.norm import group_norm
 from emit.state import StateSpec
@@ -66,12 +67,12 @@ class TimeMix:
         flat = partial(_flat, shape=(D,))
         mixed = [f"x_{each}" for each in "rwkvag"]
         rows = [
-            Param(name + x, (D,), (source + x,), (1, 1, D), flat, offset=0.5, scale=0.2)
+            Param(name + x, (D,), (Form((source + x,), (1, 1, D), flat),), offset=0.5, scale=0.2)
             for x in mixed
         ]
         rows += [vector(name + each, A, prefix, offset=1.0, scale=0.1) for each in ("k_k", "k_a")]
         heads = (self.num_heads, self.head_dim)
-        rows.append(Param(f"{name}r_k", heads, (f"{source}r_k",), heads, scale=0.1))
+        rows.append(Param(f"{name}r_k", heads, (Form((f"{source}r_k",), heads),), scale=0.1))
         for each, shape in (("r", (A, D)), ("k", (A, D)), ("v", (A, D)), ("o", (D, A))):
             rows.append(matrix(f"{name}{each}_proj.weight", shape, f"{source}{each}_proj.weight"))
         ranks = {"w": self.decay_rank, "a": self.a_rank, "g": self.gate_rank}

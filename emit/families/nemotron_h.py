@@ -30,7 +30,7 @@ from emit.blocks.backbone import Backbone, forward, mixers, state, weights
 from emit.blocks.block import Block
 from emit.blocks.mamba2 import Mamba2
 from emit.blocks.mlp import Mlp
-from emit.blocks.moe import Moe
+from emit.blocks.moe import Moe, Names
 from emit.config import Count
 from emit.errors import EmitError
 from emit.ops import nn
@@ -209,6 +209,7 @@ class Config:
             latent_size=self.moe_latent_size or 0,
             latent_bias=self.mlp_bias,
             shared=self._mlp(self.moe_shared_expert_intermediate_size),
+            names=Names(stacked=("fc1", "fc2", "gate")),
         )
 
     @property

@@ -41,6 +41,7 @@ from emit.blocks.mlp import Mlp
 from emit.blocks.plamo_mamba import PlamoMamba
 from emit.config import Count
 from emit.errors import EmitError
+from emit.forms import Form, first_half, second_half
 from emit.ops import nn, rope
 from emit.ops.rope import Rope
 from emit.state import StateSpec
@@ -220,21 +221,9 @@ def _mlp_weights(cfg: Config, name: str, source: str) -> list[Param]:
     for each, half in halves.items():
         rows[f"{name}{each}.weight"] = replace(
             rows[f"{name}{each}.weight"],
-            source=(source + "gate_up_proj.weight",),
-            source_shape=(2 * wide, hidden),
-            transform=half,
+            forms=(Form((source + "gate_up_proj.weight",), (2 * wide, hidden), half, rows=True),),
         )
     return list(rows.values())
-
-
-def first_half(tensor: np.ndarray) -> np.ndarray:
-    """The upper half of the rows."""
-    return tensor[: len(tensor) // 2]
-
-
-def second_half(tensor: np.ndarray) -> np.ndarray:
-    """The lower half of the rows."""
-    return tensor[len(tensor) // 2 :]
 
 
 def state(cfg: Config, context: int | None) -> list[StateSpec]:

@@ -41,8 +41,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from emit.blocks.block import under
 from emit.families import mamba2
+from emit.forms import depthwise_kernel
 from emit.ops import conv, nn, ssd
-from emit.weights import depthwise_kernel
 
 TEXT_SHA256 = "cd45f0c9cedab8e4439bd6486c8952c77cc8b0ecc5d1f6ae3513f2039f47229d"
 END = "<|endoftext|>"  # token 0: begins and ends every document
@@ -231,8 +231,9 @@ def write(out: Path, cfg: mamba2.Config, params: Params, tokenizer: Tokenizer) -
     tensors = {}
     for p in mamba2.weights(cfg).params:
         value = np.asarray(params[p.name]).astype(ml_dtypes.bfloat16)
-        value = value.T[:, None, :] if p.transform is depthwise_kernel else value
-        tensors[p.source[0]] = np.ascontiguousarray(value)
+        form = p.forms[0]
+        value = value.T[:, None, :] if form.transform is depthwise_kernel else value
+        tensors[form.names[0]] = np.ascontiguousarray(value)
     (out / "model.safetensors").write_bytes(save(tensors, metadata={"format": "pt"}))
     tokenizer.save(str(out / "tokenizer.json"), pretty=False)
     files = {"config": CONFIG, "generation_config": IDS, "tokenizer_config": TOKENIZER_CONFIG}
