@@ -63,19 +63,26 @@ def _raw(seed: int, label: str, count: int) -> np.ndarray:
 
 
 def calls(functions: Iterable[str]) -> Iterator[tuple[str, str]]:
-    """(name of a call, its entry) of every call that is compared: `decode`, `prefill_8@1` …"""
+    """(name of a call, its entry) of every call that is compared: `decode`, `prefill_8@1` …
+
+    Each entry is called more than once: what a driver keeps from a first call may be wrong later.
+    """
     for name in functions:
-        yield name, name
-        if name.startswith("prefill_"):
-            yield from ((f"{name}@{i}", name) for i, _ in enumerate(PREFILLS, start=1))
+        further = len(PREFILLS) if name.startswith("prefill_") else 1
+        yield from ((f"{name}@{i}" if i else name, name) for i in range(further + 1))
+
+
+def _number(call: str) -> int:
+    """0 for the first call of an entry."""
+    return int(call.partition("@")[2] or 0)
 
 
 def _valid(call: str, chunk: int) -> tuple[int, bool]:
     """How many tokens of the chunk are valid in `call`, and whether they begin a text."""
-    number = call.partition("@")[2]
-    if not number:
+    number = _number(call)
+    if not number or not call.startswith("prefill_"):
         return max(1, chunk - chunk // 4), False
-    count, first = PREFILLS[int(number) - 1]
+    count, first = PREFILLS[number - 1]
     return min(max(1, count(chunk)), chunk), first
 
 
@@ -85,9 +92,10 @@ def inputs(
     """Arguments of the call `call` (see `calls`) of an entry, by input name.
 
     States are uniform in ±STATE_SCALE, tokens uniform over the vocabulary (also where they are
-    padding), a prefill is a quarter short of its chunk, or as PREFILLS says, the first of several
-    slots is inactive, `slot` is the last one, and storage holds NaN. Where positions are bounded, a
-    prefill ends at the last one and the slots of a decode are spread over all of them.
+    padding), a prefill is a quarter short of its chunk, or as PREFILLS says, and storage holds NaN.
+    Where positions are bounded, a prefill ends at the last one and the slots of a decode are spread
+    over all of them. In an entry's first call the first of several slots is inactive and `slot` is
+    the last one; in its second all slots are active and `slot` is the first.
     """
     tokens = next((s.shape for s in function.inputs if s.name == "tokens"), (1,))
     chunk, slots = tokens[-1], max((s.shape[0] for s in function.inputs if s.shape), default=1)
@@ -107,12 +115,12 @@ def inputs(
             "length": length,
             "position": 0 if first else max(0, end - length),
             "positions": np.arange(count, 0, -1) * (end - 1) // count,
-            "slot": slots - 1,
+            "slot": 0 if _number(call) else slots - 1,
             "active": 1,
         }.get(spec.name)
         ids = (raw % np.uint64(vocab_size)).astype(np.int32) if value is None else value
         array = np.broadcast_to(np.asarray(ids, np.int32).reshape(-1), (count,)).copy()
-        if spec.name == "active" and count > 1:
+        if spec.name == "active" and count > 1 and not _number(call):
             array[0] = 0
         arrays[spec.name] = array.reshape(spec.shape)
     return arrays
@@ -185,23 +193,37 @@ def argmax_error(actual: np.ndarray, expected: np.ndarray, logits: np.ndarray) -
     return worst
 
 
-def run_entry(device: Any, name: str, spec: FunctionSpec, given: Mapping[str, np.ndarray]):
-    """Outputs of one call by name, on the host. `device` is a `runtime.module.Device`."""
-    arguments = [device.to_device(given[tensor.name]) for tensor in spec.inputs]
-    results = device.call(name, arguments)
-    return {
-        tensor.name: np.asarray(device.to_host(result))
-        for tensor, result in zip(spec.outputs, results, strict=True)
-    }
+class Runs:
+    """Calls of entries. `device` is a `runtime.module.Device`.
+
+    The buffers of a call live on through the next one, as they do in use: so that each call has
+    other buffers than the one before.
+    """
+
+    def __init__(self, device: Any) -> None:
+        self._device = device
+        self._before: list[Any] = []
+
+    def __call__(
+        self, name: str, spec: FunctionSpec, given: Mapping[str, np.ndarray]
+    ) -> dict[str, np.ndarray]:
+        """Outputs of one call by name, on the host."""
+        arguments = [self._device.to_device(given[tensor.name]) for tensor in spec.inputs]
+        results = self._device.call(name, arguments)
+        self._before = [*arguments, *results]
+        return {
+            tensor.name: np.asarray(self._device.to_host(result))
+            for tensor, result in zip(spec.outputs, results, strict=True)
+        }
 
 
 def check_entries(device: Any, manifest: Manifest, entries: Mapping[str, Any]) -> list[Check]:
     """Run every entry on its seeded inputs and compare with the summaries of reference.json."""
-    seed, rows = int(entries["seed"]), []
+    seed, rows, run = int(entries["seed"]), [], Runs(device)
     for call, name in calls(sorted(manifest.functions)):
         spec = manifest.functions[name]
         given = inputs(call, spec, manifest.model.vocab_size, manifest.shape.context, seed)
-        found = run_entry(device, name, spec, given)
+        found = run(name, spec, given)
         for entry in entries["functions"][call]:
             actual = found[entry["name"]]
             if entry["name"] == "argmax":
@@ -217,10 +239,11 @@ def check_entries(device: Any, manifest: Manifest, entries: Mapping[str, Any]) -
 def check_whole(device: Any, manifest: Manifest, seed: int, expected: Path) -> list[Check]:
     """Run every entry on its seeded inputs and compare with `expected`/<call>.npz in full."""
     rows: list[Check] = []
+    run = Runs(device)
     for call, name in calls(manifest.functions):
         spec = manifest.functions[name]
         given = inputs(call, spec, manifest.model.vocab_size, manifest.shape.context, seed)
-        found = run_entry(device, name, spec, given)
+        found = run(name, spec, given)
         with np.load(expected / f"{call}.npz") as wanted:
             for tensor in spec.outputs:
                 want = wanted[tensor.name]

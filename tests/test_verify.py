@@ -186,11 +186,11 @@ def test_damaged_references_are_refused(bundle, change, word):
 
 def summaries(module: Module, manifest: mf.Manifest, seed: int) -> dict:
     """Entries of a reference computed on a device itself."""
-    functions = {}
+    functions, run = {}, probe.Runs(module)
     for call, name in probe.calls(manifest.functions):
         spec = manifest.functions[name]
         given = probe.inputs(call, spec, manifest.model.vocab_size, manifest.shape.context, seed)
-        found = probe.run_entry(module, name, spec, given)
+        found = run(name, spec, given)
         functions[call] = [
             probe.summarize(call, tensor.name, found[tensor.name], seed) for tensor in spec.outputs
         ]
