@@ -1,7 +1,8 @@
 """Quantised checkpoints, read as the numbers they stand for.
 
-What a checkpoint is quantised by stands in its config, `quantization_config`; nothing is guessed
-from its tensors. Each method is a module of its name: `read(config) -> Scheme`.
+What a checkpoint is quantised by stands in its config, `quantization_config` or MLX's
+`quantization`; nothing is guessed from its tensors. Each method is a module of its name:
+`read(config) -> Scheme`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from emit.dequant import (
     fp8,
     ggml,
     gptq,
+    mlx,
     modelopt,
     mxfp4,
 )
@@ -43,23 +45,25 @@ def scheme(config: Mapping[str, Any]) -> Scheme | None:
     Raises EmitError naming the method or the key that is not supported.
     """
     given = config.get(KEY)
-    if given is None:
-        return None
-    method = _method(config)
-    if method is None:
+    read = _reader(config)
+    if read is not None:
+        return read(config)
+    if given is not None:
         known = ", ".join(f'"{name}"' for name in sorted(METHODS))
         raise EmitError(
             f"config.json: {KEY} = {json.dumps(given)[:200]} is not supported; expected the"
             f" quant_method {known}, or a checkpoint that is not quantised"
         )
-    return METHODS[method](config)
+    return None
 
 
-def _method(config: Mapping[str, Any]) -> str | None:
-    """The supported method that `config` names."""
+def _reader(config: Mapping[str, Any]) -> Callable[[Mapping[str, Any]], Scheme] | None:
+    """That of the supported method which `config` names; MLX's is a key of its own."""
+    if config.get(mlx.NAME) is not None:
+        return mlx.read
     given = config.get(KEY)
     method = given.get("quant_method") if isinstance(given, Mapping) else None
-    return method if isinstance(method, str) and method in METHODS else None
+    return METHODS.get(method) if isinstance(method, str) else None
 
 
 def plain(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -67,10 +71,10 @@ def plain(config: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises EmitError where a known method is used in a way that is not supported.
     """
-    if _method(config) is None:
+    if _reader(config) is None:
         return dict(config)
     scheme(config)
-    return {key: value for key, value in config.items() if key != KEY}
+    return {key: value for key, value in config.items() if key not in (KEY, mlx.NAME)}
 
 
 def dequantized(source: Source, config: Mapping[str, Any]) -> Source:
