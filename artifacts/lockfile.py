@@ -29,7 +29,8 @@ INDEX = "model.safetensors.index.json"
 MAX_INDEX = 64 << 20  # bytes
 
 _METADATA = (
-    CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json",
+    CONFIG, "hf_quant_config.json", "generation_config.json",
+    "tokenizer.json", "tokenizer_config.json",
     "special_tokens_map.json", "added_tokens.json", "chat_template.json", "chat_template.jinja",
     "vocab.json", "*vocab*.txt", "merges.txt", "tokenizer.model*", "tokenizer*.jsonl",
     "tiktoken.model", "*.tiktoken",

@@ -37,8 +37,8 @@ from runtime.vmfb import bytecode_version
 # weights. What the compiler got wrong was never below 1e-3; an epsilon ten times too small costs
 # 1.5e-5 with 3 layers.
 TOLERANCE: dict[str, tuple[float, float]] = dict.fromkeys(("f32", "bf16", "f16"), (3e-6, 3e-6))
-# For each layer, where layers amplify more: delta rules after l2 norms, then routed experts. Measured
-# 2.5e-5 for 4 layers and a chunk of 256, whatever the flags.
+# For each layer, where layers amplify more: delta rules after l2 norms, then routed experts.
+# Measured 2.5e-5 for 4 layers and a chunk of 256, whatever the flags.
 PER_LAYER = dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text"), 1e-5)
 
 

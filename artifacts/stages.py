@@ -151,7 +151,9 @@ class Stages:
         return {
             name: digest[0]
             for name, digest in self.checkpoint.files.items()
-            if ".safetensors" in name or name == "config.json" or name.endswith(".gguf")
+            if ".safetensors" in name
+            or name in ("config.json", "hf_quant_config.json")
+            or name.endswith(".gguf")
         }
 
     def _readers(self) -> list[str]:

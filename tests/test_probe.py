@@ -46,8 +46,9 @@ def test_other_entries_are_called_twice() -> None:
     """With another slot; a driver may keep what the first call said."""
     assert list(probe.calls(["seed"])) == [("seed", "seed"), ("seed@1", "seed")]
     shapes = {"slot": (), "a": (3, 4)}
-    kinds = {"slot": I32, "a": "f32"}
-    spec = FunctionSpec(tuple(TensorSpec(n, kinds[n], s) for n, s in shapes.items()), ())
+    spec = FunctionSpec(
+        tuple(TensorSpec(n, "f32" if s else "i32", s) for n, s in shapes.items()), ()
+    )
     one, two = (probe.inputs(call, spec, 100, None, 1) for call, _ in probe.calls(["seed"]))
     assert (int(one["slot"]), int(two["slot"])) == (2, 0)
     assert (one["a"] != two["a"]).all()
