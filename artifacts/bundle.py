@@ -43,6 +43,8 @@ def build(stages: Stages, root: Path) -> Path:
             if wrong is not None:
                 if wrong:
                     print(f"{wrong}, writing the bundle again", file=sys.stderr, flush=True)
+                elif told := _other(stages, directory):
+                    print(told, file=sys.stderr, flush=True)
                 _replace(stages, compiled, directory)
             stages.log.append_to(directory)
     return directory
@@ -161,6 +163,19 @@ def _wrong(stages: Stages, compiled: Compiled, directory: Path) -> str | None:
         return f"{path}: is missing" if directory.exists() else ""
     except (OSError, UnicodeDecodeError) as error:
         return f"{path}: cannot be read ({error})"
+    return None
+
+
+def _other(stages: Stages, directory: Path) -> str | None:
+    """What to say where the bundle in `directory` is of another model, or has weights to lose."""
+    try:
+        found = manifest_file.load(directory)
+    except UserError:
+        return None
+    if found.model.config_sha256 != stages.config_sha256:
+        return f"{directory}: replaced the bundle of another model ({found.model.family})"
+    if found.files.params is not None and not stages.job.params:
+        return f"{directory}: replaced a bundle with weights by one without (params=none)"
     return None
 
 

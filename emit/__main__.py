@@ -59,9 +59,13 @@ def _type(args: argparse.Namespace) -> None:
 
 
 def _pth(args: argparse.Namespace) -> None:
-    from emit.pth_rwkv7 import convert
+    from emit.pth_rwkv7 import VOCABULARY, convert
 
     convert(args.file, args.out)
+    names = ", ".join(sorted(path.name for path in args.out.iterdir()))
+    print(f"{args.out}: {names}; build it: doit build model={args.out} target=cpu")
+    if not (args.out / VOCABULARY).is_file():
+        print(f"no {VOCABULARY} beside {args.file}: the bundle will read token ids only, no text")
 
 
 def _gguf(args: argparse.Namespace) -> None:
@@ -188,6 +192,8 @@ def main(argv: list[str] | None = None) -> int:
         if os.environ.get("SCANWRIGHT_DEBUG") == "1":
             traceback.print_exc()
         print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        with contextlib.suppress(OSError):  # not empty: it was there before
+            args.out.rmdir()
         return 1
     return 0
 

@@ -86,6 +86,18 @@ def test_a_second_build_runs_nothing(place: Place) -> None:
     assert stamps() == before
 
 
+def test_what_a_build_takes_away_is_told(place: Place) -> None:
+    """The weights of a bundle, or the bundle of another model in a directory of the same name."""
+    done = place.built("params=none", "--no-proof")
+    assert "replaced a bundle with weights by one without (params=none)" in done.err
+    assert "replaced" not in place.built("params=none", "--no-proof").err
+    config = place.work / "tiny" / "config.json"
+    content = json.loads(config.read_text())
+    config.write_text(json.dumps(content | {"layer_norm_epsilon": 2e-5}))
+    done = place.built("params=none", "--no-proof")
+    assert "replaced the bundle of another model (mamba2)" in done.err
+
+
 def test_a_deleted_bundle_comes_back_from_the_cache(place: Place, right: dict[str, str]) -> None:
     shutil.rmtree(place.build)
     done = place.built()

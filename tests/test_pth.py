@@ -24,6 +24,7 @@ from driver import Driver
 from safetensors.numpy import load_file
 from test_rwkv7 import blinkdl
 
+from emit.__main__ import main
 from emit.entry import Model
 from emit.errors import EmitError
 from emit.pth import Pth
@@ -233,6 +234,26 @@ def test_a_file_becomes_the_checkpoint_with_the_same_tensors(tmp_path: Path) -> 
     assert ours.cfg == Model.of(json.loads((checkpoint / "config.json").read_text())).cfg
     row = references.recorded("rwkv7/handed")[1][0]
     assert Driver.load(out).greedy(row.prompt, 8, 8)[0] == row.tokens[:8]
+
+
+def test_the_command_says_what_it_wrote_and_what_to_do_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, _ = original("rwkv7/one_layer", tmp_path)
+    out = tmp_path / "out"
+    assert main(["pth", str(path), "--out", str(out)]) == 0
+    told = capsys.readouterr().out
+    assert f"{out}: config.json, model.safetensors; build it: doit build model={out}" in told
+    assert f"no {VOCABULARY} beside {path}" in told
+    (tmp_path / VOCABULARY).write_text("1 '\\x00' 1\n")
+    assert main(["pth", str(path), "--out", str(tmp_path / "again")]) == 0
+    assert "beside" not in capsys.readouterr().out
+
+
+def test_a_refused_file_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "no.pth").write_text("text")
+    assert main(["pth", str(tmp_path / "no.pth"), "--out", str(tmp_path / "out")]) == 1
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_single_layer_of_bf16_heads(tmp_path: Path) -> None:
