@@ -228,13 +228,15 @@ def interface(model: Model, shape: Shape, weights: str, eos: tuple[int, ...]) ->
             for name, struct in rows
         ]
 
-    bos = model.raw.get("bos_token_id")
+    inner = model.raw.get("text_config")  # of a model with images
+    words = {**inner, **model.raw} if isinstance(inner, Mapping) else model.raw
+    bos = words.get("bos_token_id")
     return {
         "family": model.name,
         "num_layers": model.cfg.num_hidden_layers,
         "vocab_size": model.cfg.vocab_size,
         "context": model.context,
-        "eos_token_ids": list(eos or config.token_ids(model.raw.get("eos_token_id"))),
+        "eos_token_ids": list(eos or config.token_ids(words.get("eos_token_id"))),
         "bos_token_id": bos if isinstance(bos, int) else None,
         "functions": {
             entry.name: {"inputs": described(entry.arguments), "outputs": described(entry.outputs)}

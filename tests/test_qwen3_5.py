@@ -15,8 +15,9 @@ from emit.blocks.gated_delta import GatedDelta
 from emit.blocks.mlp import Mlp
 from emit.blocks.moe import Moe
 from emit.checkpoint import read_config_file
-from emit.entry import Model
+from emit.entry import Model, interface
 from emit.errors import EmitError
+from emit.shape import Shape
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe")
 ROWS = [case for case in cases.CASES if case.family in FAMILIES]
@@ -61,6 +62,18 @@ def test_the_text_model_of_one_with_images_is_the_text_model(family: str, tmp_pa
     assert all(np.array_equal(both.params[name], plain.params[name]) for name in plain.params)
     assert both.model.state == plain.model.state
     assert both.model.family.forward is plain.model.family.forward
+
+
+def test_the_ids_that_end_a_text_may_stand_in_the_text_config() -> None:
+    case = ROWS[0]
+    config = {**cases.full_config(case), "eos_token_id": [3, 4], "bos_token_id": 2}
+
+    def ends(raw: dict[str, Any]) -> tuple[Any, Any]:
+        found = interface(Model.of(raw), Shape.parse("b1-p8"), "f32", ())
+        return found["eos_token_ids"], found["bos_token_id"]
+
+    assert ends(with_images(config)) == ([3, 4], 2)
+    assert ends(with_images(config, eos_token_id=9)) == ([9], 2)
 
 
 def test_blocks() -> None:
