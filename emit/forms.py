@@ -35,6 +35,21 @@ def depthwise_kernel(tensor: np.ndarray) -> np.ndarray:
     return tensor[:, 0, :].T
 
 
+def trailing_kernel(tensor: np.ndarray) -> np.ndarray:
+    """The same of MLX's weight [C, K, 1]."""
+    return tensor[:, :, 0].T
+
+
+def minus_one(tensor: np.ndarray) -> np.ndarray:
+    """f32: the weights w of a norm that multiplies by 1 + w, of a tensor that holds 1 + w."""
+    return tensor.astype(np.float32) - np.float32(1)
+
+
+def flat(tensor: np.ndarray) -> np.ndarray:
+    """All numbers along one axis."""
+    return tensor.reshape(-1)
+
+
 def first_half(tensor: np.ndarray) -> np.ndarray:
     """The upper half of the rows of [..., 2 O, I]."""
     return tensor[..., : tensor.shape[-2] // 2, :]
@@ -46,13 +61,35 @@ def second_half(tensor: np.ndarray) -> np.ndarray:
 
 
 @dataclass(frozen=True)
+class Divided:
+    """A matrix without the factors that were multiplied into it, one each for `sizes` of its rows.
+
+    Of codes it is their scales that are divided; the numbers are then those of the division to
+    float32's rounding. A factor of 0 divides nothing, for the model multiplies by it again.
+    """
+
+    factors: tuple[float, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def by(self) -> np.ndarray:
+        """f32[rows, 1]."""
+        factors = np.asarray([factor or 1.0 for factor in self.factors], np.float32)
+        return np.repeat(factors, self.sizes)[:, None]
+
+    def __call__(self, tensor: np.ndarray) -> np.ndarray:
+        """f32[..., O, I]."""
+        return tensor.astype(np.float32) / self.by
+
+
+@dataclass(frozen=True)
 class Form:
     """One way to hold a parameter: the tensors `names`, each of `shape`.
 
     `transform` makes the parameter of the one tensor; with `stacked` the parameter is the stack of
     all of them, each transformed by itself, along a new first axis. `rows` says that the transform
     only moves whole rows of [..., O, I], so that codes and their scales can be moved alike. `mark`
-    is a tensor and its shape: forms that have names and shape in common differ in it.
+    is a tensor and its shape: where it is there, the form comes before others of the same names.
     """
 
     names: tuple[str, ...]
@@ -75,11 +112,19 @@ class Form:
 
     def stored(self, layout: Layout) -> Layout | None:
         """How a matrix of `layout` is stored after the transform; None where it cannot be."""
+        if isinstance(self.transform, Divided):
+            return replace(layout, scale="f32")
         return layout if self.rows or self.transform is copy else None
 
     def carry(self, packed: Packed) -> Packed:
         """The transform of codes, where `stored` gives a layout."""
         arrays = (packed.codes, packed.scales, packed.offsets)
+        if isinstance(self.transform, Divided):
+            layout, by = replace(packed.layout, scale="f32"), self.transform
+            offsets = packed.offsets
+            if layout.offset == "bias" and offsets is not None:
+                offsets = by(offsets)
+            return Packed(layout, packed.codes, by(packed.scales), offsets)
         codes, scales, offsets = (a if a is None else self.transform(a) for a in arrays)
         assert codes is not None and scales is not None
         return replace(packed, codes=codes, scales=scales, offsets=offsets)
@@ -88,8 +133,8 @@ class Form:
 def choose(forms: Sequence[Form], tensors: Mapping[str, Shaped]) -> tuple[Form | None, list[str]]:
     """The form that `tensors` have, or None and all that is wrong.
 
-    Of forms with the same names it is the one whose mark and shape are there. Forms of different
-    names must not be there together.
+    Of forms with the same names it is the first whose shape is there, those whose mark is there
+    before those that have none. Forms of different names must not be there together.
     """
     there = [form for form in forms if any(name in tensors for name in form.names)]
     if not there:
@@ -101,6 +146,7 @@ def choose(forms: Sequence[Form], tensors: Mapping[str, Shaped]) -> tuple[Form |
     if absent := [name for name in kinds[0] if name not in tensors]:
         return None, [f"{name} is missing" for name in sorted(absent)]
     meant = [form for form in there if form.meant(tensors)] or there
+    meant.sort(key=lambda form: form.mark is None)
     fitting = [form for form in meant if form.fits(tensors)]
     if fitting:
         return fitting[0], []

@@ -23,9 +23,11 @@ from emit.blocks.mlp import Mlp
 from emit.blocks.moe import Moe, Names
 from emit.config import Count
 from emit.errors import EmitError
+from emit.forms import minus_one
 from emit.ops import nn
 from emit.ops.moe import Routing
 from emit.ops.rope import Rope
+from emit.weights import WeightMap
 
 KINDS = ("linear_attention", "full_attention")
 # Training alone, the window's sizes (no layer has one, see ONLY), the type of the library's state
@@ -41,6 +43,12 @@ BESIDE = frozenset(
     vision_end_token_id tie_word_embeddings model_type""".split()
 )
 NAMES = Names(router="gate", shared="shared_expert")
+# The norms of 1 + w, by the ends of their names.
+NORMS = tuple(
+    f".{name}.weight"
+    for name in ("input_layernorm", "post_attention_layernorm", "q_norm", "k_norm")
+)
+BEYOND = {"mtp.", "model.visual.", "language_model.mtp.", "vision_tower."}
 
 
 @dataclass(frozen=True)
@@ -199,8 +207,22 @@ class Config:
             tuple((self.mixer(i), self.feed_forward(i)) for i in layers),
             prefix=self.text_prefix,
             norm_offset=1.0,
-            unused=frozenset({"mtp.", "model.visual."} if self.SPLIT else {"mtp."}),
+            unused=frozenset(BEYOND if self.SPLIT else {"mtp."}),
         )
+
+    @property
+    def mark(self) -> tuple[str, tuple[int, ...]] | None:
+        """A tensor, and the shape that only MLX gives it: the first convolution, or stack."""
+        for i in range(self.num_hidden_layers):
+            block, at = self.mixer(i).block, f"{self.text_prefix}layers.{i}."
+            if isinstance(block, GatedDelta):
+                shape = (block.conv_dim, self.linear_conv_kernel_dim, 1)
+                return f"{at}linear_attn.conv1d.weight", shape
+        for i in range(self.num_hidden_layers):
+            if not self.SPLIT and isinstance(self.feed_forward(i).block, Moe):
+                shape = (self.num_experts, self.moe_intermediate_size, self.hidden_size)
+                return f"{self.text_prefix}layers.{i}.mlp.switch_mlp.up_proj.weight", shape
+        return None
 
 
 @dataclass(frozen=True)
@@ -258,6 +280,34 @@ class Sparse(Dense):
 @dataclass(frozen=True)
 class _Beside:
     """No key is used of those beside `text_config`."""
+
+
+def weights(cfg: Config) -> WeightMap:
+    """Canonical names are the checkpoint's without `model.`, or `model.language_model.`.
+
+    MLX holds 1 + w of the norms, and calls Qwen3.5's tensors otherwise.
+    """
+    found, mark = cfg.backbone.weights(), cfg.mark
+    rows = []
+    for row in found.params:
+        forms = row.forms
+        if cfg.SPLIT:
+            forms += tuple(
+                replace(form, names=tuple(_renamed(cfg, name) for name in form.names))
+                for form in forms
+            )
+        if mark is not None and (row.name == "norm.weight" or row.name.endswith(NORMS)):
+            held = (mark[0] if not cfg.SPLIT else _renamed(cfg, mark[0]), mark[1])
+            forms += (replace(forms[-1], transform=minus_one, mark=held),)
+        rows.append(replace(row, forms=forms))
+    return replace(found, params=tuple(rows))
+
+
+def _renamed(cfg: Config, name: str) -> str:
+    """What MLX calls a tensor of Qwen3.5."""
+    if name.startswith(cfg.text_prefix):
+        return "language_model.model." + name.removeprefix(cfg.text_prefix)
+    return "language_model." + name
 
 
 def _text(raw: Mapping[str, Any]) -> dict[str, Any]:

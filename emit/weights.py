@@ -13,7 +13,7 @@ import numpy as np
 
 from emit import irpa
 from emit.errors import EmitError
-from emit.forms import Form, choose, depthwise_kernel
+from emit.forms import Form, choose, depthwise_kernel, trailing_kernel
 from emit.state import DTYPES, WORDS
 
 
@@ -93,9 +93,15 @@ def matrix(name: str, shape: tuple[int, int], *sources: str) -> Param:
 
 
 def kernel(name: str, width: int, channels: int, *sources: str) -> Param:
-    """The kernel [width, channels] of a depthwise convolution, under one of the names `sources`."""
-    forms = tuple(Form((source,), (channels, 1, width), depthwise_kernel) for source in sources)
-    return Param(name, (width, channels), forms, scale=width**-0.5)
+    """The kernel [width, channels] of a depthwise convolution, under one of the names `sources`.
+
+    It is [channels, 1, width] in checkpoints, and [channels, width, 1] in those of MLX.
+    """
+    forms = []
+    for source in sources:
+        forms.append(Form((source,), (channels, 1, width), depthwise_kernel))
+        forms.append(Form((source,), (channels, width, 1), trailing_kernel))
+    return Param(name, (width, channels), tuple(forms), scale=width**-0.5)
 
 
 def experts(name: str, shape: tuple[int, int], sources: Sequence[str], *stacks: Form) -> Param:

@@ -14,22 +14,16 @@ from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from emit.blocks.block import Rows, State
-from emit.forms import Form
+from emit.forms import Form, flat
 from emit.ops import conv, delta, nn
 from emit.state import StateSpec
 from emit.weights import Param, kernel, matrix, vector
 
 SCAN_CHUNK = 32  # 64 is a quarter more work on a CPU, 16 a fifth less in two fifths more kernels
 PARTS = ("q", "k", "v")
-
-
-def flat(tensor: np.ndarray) -> np.ndarray:
-    """A tensor of one number a head, whatever axes of size 1 it has, as [H]."""
-    return tensor.reshape(-1)
 
 
 @dataclass(frozen=True)
@@ -69,6 +63,7 @@ class Kda:
                 self.conv_kernel,
                 inner,
                 f"{source}{part}_conv1d.weight",
+                f"{source}{part}_conv.conv.weight",
             )
             for part in PARTS
         ]

@@ -80,8 +80,8 @@ class Mla:
             vector(f"{name}{each}.weight", size, prefix, offset=1.0) for each, size in norms.items()
         ]
         rows += [
-            self._half(name + "embed_q.weight", source, slice(0, self.nope_dim), transpose=True),
-            self._half(name + "unembed_out.weight", source, slice(self.nope_dim, None)),
+            self._half(name, source, "embed_q", slice(0, self.nope_dim), transpose=True),
+            self._half(name, source, "unembed_out", slice(self.nope_dim, None)),
         ]
         if self.bias:
             rows += [
@@ -91,19 +91,25 @@ class Mla:
             ]
         return rows
 
-    def _half(self, name: str, source: str, part: slice, transpose: bool = False) -> Param:
-        """The keys' or the values' rows of kv_b_proj, a matrix [outputs, inputs] for each head."""
+    def _half(
+        self, name: str, source: str, which: str, part: slice, transpose: bool = False
+    ) -> Param:
+        """The keys' or the values' rows of kv_b_proj, a matrix [outputs, inputs] for each head.
+
+        MLX has them apart, as here.
+        """
         width = self.nope_dim + self.value_dim
         rows = len(range(*part.indices(width)))
         shape = (self.kv_rank, rows) if transpose else (rows, self.kv_rank)
-        form = Form(
+        joint = Form(
             (source + "kv_b_proj.weight",),
             (self.num_heads * width, self.kv_rank),
             partial(rows_of_heads, heads=self.num_heads, part=part, transpose=transpose),
             rows=not transpose,
         )
         size = (self.num_heads, *shape)
-        return Param(name, size, (form,), matrix=True, scale=self.kv_rank**-0.5)
+        forms = (joint, Form((f"{source}{which}.weight",), size))
+        return Param(f"{name}{which}.weight", size, forms, matrix=True, scale=self.kv_rank**-0.5)
 
     def state(self, context: int | None) -> list[StateSpec]:
         """The latents and shared keys [1, 1, C, R + P] of a `context` of C tokens.

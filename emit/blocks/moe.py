@@ -23,12 +23,14 @@ class Names:
     """What a family's checkpoints call the parts, and so do canonical names.
 
     Expert e's projections are `<experts>.<e>.<up, down or gate>.weight` there, and one stack
-    `<experts>.<up, down or gate>.weight` here. `bias` is the router's correction bias. `stacked`
-    are the words of MLX's stacks `switch_mlp.<word>.weight`: up, down and gate.
+    `<experts>.<up, down or gate>.weight` here. `bias` is the router's correction bias, `biases`
+    other names of it. `stacked` are the words of MLX's stacks `switch_mlp.<word>.weight`: up, down
+    and gate.
     """
 
     router: str = "gate"
     bias: str = "gate.e_score_correction_bias"
+    biases: tuple[str, ...] = ()
     experts: str = "experts"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -69,7 +71,7 @@ class Moe:
         router = (self.num_experts, self.hidden_size)
         rows = [_float32(name, source, f"{say.router}.weight", router)]
         if self.correction_bias:
-            rows.append(_float32(name, source, say.bias, router[:1]))
+            rows.append(_float32(name, source, say.bias, router[:1], *say.biases))
         up = (self.intermediate_size, self.latent_size or self.hidden_size)
         sizes = {say.up: up, say.down: (up[1], up[0])} | ({say.gate: up} if self.gated else {})
         for which, size in sizes.items():
@@ -149,7 +151,8 @@ class Moe:
         return nn.linear(x, p[f"{which}.weight"], p.get(f"{which}.bias"))
 
 
-def _float32(name: str, source: str, which: str, shape: tuple[int, ...]) -> Param:
-    """A parameter that is stored in float32 whatever the weight type."""
+def _float32(name: str, source: str, which: str, shape: tuple[int, ...], *also: str) -> Param:
+    """A parameter that is stored in float32 whatever the weight type; `also` are other names."""
     scale = shape[-1] ** -0.5 if len(shape) > 1 else 0.02
-    return Param(name + which, shape, (Form((source + which,), shape),), scale=scale)
+    forms = tuple(Form((source + word,), shape) for word in (which, *also))
+    return Param(name + which, shape, forms, scale=scale)

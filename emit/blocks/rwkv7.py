@@ -19,15 +19,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from emit.blocks.block import Rows, State
-from emit.forms import Form
+from emit.forms import Form, flat
 from emit.ops import nn, shift, wkv7
 from emit.ops.norm import group_norm
 from emit.state import StateSpec
@@ -36,11 +34,6 @@ from emit.weights import Param, matrix, vector
 SCAN_CHUNK = 32
 DECAY = -math.exp(-0.5)  # what the logarithm of a decay is at least
 SMALLEST = 1e-12  # a key of less length is not brought to length 1
-
-
-def _flat(tensor: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    """The tensor in `shape`: checkpoints hold some vectors with axes of size 1 before them."""
-    return tensor.reshape(shape)
 
 
 @dataclass(frozen=True)
@@ -64,14 +57,14 @@ class TimeMix:
     def params(self, name: str, source: str) -> list[Param]:
         """Mixtures x_*, projections, low-rank functions and the group norm."""
         D, A, prefix = self.hidden_size, self.inner, source.removesuffix(name)
-        flat = partial(_flat, shape=(D,))
         mixed = [f"x_{each}" for each in "rwkvag"]
         rows = [
             Param(name + x, (D,), (Form((source + x,), (1, 1, D), flat),), offset=0.5, scale=0.2)
             for x in mixed
         ]
-        rows += [vector(name + each, A, prefix, offset=1.0, scale=0.1) for each in ("k_k", "k_a")]
         heads = (self.num_heads, self.head_dim)
+        for each in ("k_k", "k_a"):
+            rows.append(self._by_head(name, source, each, offset=1.0, scale=0.1))
         rows.append(Param(f"{name}r_k", heads, (Form((f"{source}r_k",), heads),), scale=0.1))
         for each, shape in (("r", (A, D)), ("k", (A, D)), ("v", (A, D)), ("o", (D, A))):
             rows.append(matrix(f"{name}{each}_proj.weight", shape, f"{source}{each}_proj.weight"))
@@ -84,9 +77,17 @@ class TimeMix:
                 rows.append(matrix(name + lora + layer, shape, source + lora + layer))
             if each != "g":
                 rows.append(vector(f"{name}{lora}2.bias", A, prefix, offset=-1.0, scale=1.0))
-        rows.append(vector(f"{name}g_norm.weight", A, prefix, offset=1.0))
-        rows.append(vector(f"{name}g_norm.bias", A, prefix))
+        rows.append(self._by_head(name, source, "g_norm.weight", offset=1.0))
+        rows.append(self._by_head(name, source, "g_norm.bias"))
         return rows
+
+    def _by_head(
+        self, name: str, source: str, which: str, offset: float = 0.0, scale: float = 0.02
+    ) -> Param:
+        """A vector, which MLX holds as [heads, channels of a head]."""
+        names, size = (source + which,), (self.inner,)
+        forms = (Form(names, size), Form(names, (self.num_heads, self.head_dim), flat))
+        return Param(name + which, size, forms, offset=offset, scale=scale)
 
     def state(self, context: int | None) -> list[StateSpec]:
         """The last token, and S of every head."""

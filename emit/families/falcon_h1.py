@@ -27,10 +27,11 @@ from emit.blocks.block import Rows, renamed, states, under
 from emit.blocks.mamba2 import Mamba2
 from emit.blocks.mlp import Mlp
 from emit.errors import EmitError
+from emit.forms import Divided
 from emit.ops import nn
 from emit.ops.rope import Rope
 from emit.state import StateSpec
-from emit.weights import WeightMap, matrix, vector, with_head
+from emit.weights import Param, WeightMap, matrix, vector, with_head
 
 # Training alone (attention_dropout, how dt is drawn), the reference's own scan chunk, how many
 # logits it computes, what a tokenizer does (add_bos_token), ratios that no size is computed from,
@@ -204,7 +205,43 @@ def weights(cfg: Config) -> WeightMap:
         for name, block in blocks.items():
             rows += block.params(base + name, f"model.{base}{name}")
     rows.append(vector("final_layernorm.weight", cfg.hidden_size, "model.", offset=1.0))
-    return with_head(rows, table, "embed_tokens.weight", cfg.tie_word_embeddings)
+    found = with_head(rows, table, "embed_tokens.weight", cfg.tie_word_embeddings)
+    return replace(found, params=tuple(_folded(cfg, row) for row in found.params))
+
+
+def _folded(cfg: Config, row: Param) -> Param:
+    """`row` with the form that MLX has: multiplied by what the model multiplies by.
+
+    MLX's loader, too, tells such files by the convolution of the first layer.
+    """
+    word = row.name.removesuffix(".weight").rsplit(".", 1)[-1]
+    factors = _multipliers(cfg).get(word) if row.matrix else None
+    if factors is None or set(factors) == {1.0}:
+        return row
+    mixer, (form,) = cfg.mixer, row.forms
+    sizes: tuple[int, ...] = row.shape[:1]
+    if len(factors) > 1:
+        sizes = (mixer.inner, mixer.inner, mixer.maps, mixer.maps, mixer.num_heads)
+    mark = ("model.layers.0.mamba.conv1d.weight", (mixer.conv_dim, mixer.conv_kernel, 1))
+    folded = replace(form, transform=Divided(factors, sizes), mark=mark)
+    return replace(row, forms=(form, folded))
+
+
+def _multipliers(cfg: Config) -> dict[str, tuple[float, ...]]:
+    """Projection -> what MLX multiplies its rows by: all multipliers but those of k and v."""
+    first, last = cfg.mlp_multipliers or (1.0, 1.0)
+    parts = cfg.ssm_multipliers or (1.0,) * 5
+    return {
+        "embed_tokens": (cfg.embedding_multiplier,),
+        "lm_head": (cfg.lm_head_multiplier,),
+        "q_proj": (cfg.attention_in_multiplier,),
+        "k_proj": (cfg.attention_in_multiplier,),
+        "o_proj": (cfg.attention_out_multiplier,),
+        "in_proj": tuple(cfg.ssm_in_multiplier * part for part in parts),
+        "out_proj": (cfg.ssm_out_multiplier,),
+        "gate_proj": (first,),
+        "down_proj": (last,),
+    }
 
 
 def state(cfg: Config, context: int | None) -> list[StateSpec]:

@@ -35,7 +35,7 @@ __all__ = ["Config", "forward", "state", "weights"]
 LATENT_EPS = 1e-6
 MIXERS = ("linear_attention", "full_attention")
 FEED_FORWARDS = ("dense", "sparse")
-NAMES = Names(up="w3", down="w2", gate="w1")
+NAMES = Names(up="w3", down="w2", gate="w1", biases=("e_score_correction_bias",))
 
 # Keys that do not change the graph: positions (there are none), training, what the library
 # returns, sizes that mean nothing here (head_dim; num_key_value_heads: latent attention has no
@@ -217,7 +217,7 @@ class Config:
             shared=Mlp(hidden, width, self.hidden_act) if width else None,
             names=NAMES,
         )
-        return Branch(norm, sparse, block)
+        return Branch(norm, sparse, block, also=("mlp",))
 
     @property
     def backbone(self) -> Backbone:

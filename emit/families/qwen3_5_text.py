@@ -13,7 +13,8 @@ Qwen3-Next refuses.
 
 from __future__ import annotations
 
-from emit.blocks.backbone import forward, state, weights
+from emit.blocks.backbone import forward, state
 from emit.qwen import Dense as Config
+from emit.qwen import weights
 
 __all__ = ["Config", "forward", "state", "weights"]

@@ -14,7 +14,7 @@ Multi-token prediction layers (`mtp.`) are left out.
 
 from __future__ import annotations
 
-from emit.blocks.backbone import forward, state, weights
-from emit.qwen import Config
+from emit.blocks.backbone import forward, state
+from emit.qwen import Config, weights
 
 __all__ = ["Config", "forward", "state", "weights"]
