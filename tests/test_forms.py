@@ -2,58 +2,23 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import cases
 import numpy as np
 import pytest
+from arranged import groups, joined, stacked
 
 from emit import irpa, weights
 from emit.checkpoint import open_checkpoint
 from emit.entry import Model
 from emit.errors import EmitError
-from emit.forms import Form, choose, copy, first_half
+from emit.forms import Divided, Form, choose, copy, first_half
 from emit.packed import Layout, Packed
 
 SPARSE = ("jamba/plain", "nemotron_h/latent_experts", "qwen3_next/plain", "qwen3_5_moe/plain")
-EXPERT = re.compile(r"(.*\.)experts\.(\d+)\.(\w+)\.weight")
-
-
-def groups(tensors: cases.Tensors) -> dict[tuple[str, str], list[str]]:
-    """(what comes before `experts`, projection) -> the names of all experts' tensors."""
-    found: dict[tuple[str, str], list[str]] = {}
-    for name in tensors:
-        if match := EXPERT.fullmatch(name):
-            found.setdefault((match[1], match[3]), []).append(name)
-    return {key: sorted(names, key=lambda n: int(n.split(".")[-3])) for key, names in found.items()}
-
-
-def stacked(tensors: cases.Tensors) -> cases.Tensors:
-    """As MLX holds experts."""
-    out = dict(tensors)
-    gated = any(which == "gate_proj" for _, which in groups(tensors))
-    words = {} if gated else {"up_proj": "fc1", "down_proj": "fc2"}
-    for (module, which), names in groups(tensors).items():
-        stack = np.stack([out.pop(name) for name in names])
-        out[f"{module}switch_mlp.{words.get(which, which)}.weight"] = stack
-    return out
-
-
-def joined(tensors: cases.Tensors) -> cases.Tensors:
-    """As transformers' own modules hold experts, and published files of Qwen3.5."""
-    out = dict(tensors)
-    stacks = {
-        key: np.stack([out.pop(name) for name in names]) for key, names in groups(tensors).items()
-    }
-    for (module, which), stack in stacks.items():
-        if which == "gate_proj":
-            both = np.concatenate([stack, stacks[module, "up_proj"]], axis=1)
-            out[f"{module}experts.gate_up_proj"] = both
-        elif which == "down_proj" or (module, "gate_proj") not in stacks:
-            out[f"{module}experts.{which}"] = stack
-    return out
 
 
 def converted(directory: Path, tensors: cases.Tensors) -> dict[str, np.ndarray]:
@@ -138,3 +103,27 @@ def test_codes_are_moved_as_numbers_are(transform: Callable[[np.ndarray], np.nda
     assert form.stored(layout) == layout
     np.testing.assert_array_equal(form.carry(packed).widen(), transform(packed.widen()))
     assert Form(("w",), (3, 6, 16), np.transpose).stored(layout) is None
+
+
+@pytest.mark.parametrize(
+    ("offset", "table"), [("bias", "uint"), ("zero", "uint"), ("none", "e2m1")]
+)
+def test_factors_are_taken_out_of_scales(offset: Any, table: Any) -> None:
+    """One for each part of the rows; a factor of 0 leaves its rows as they are."""
+    rng = np.random.default_rng(0)
+    scales = rng.uniform(0.5, 2, (6, 2)).astype(np.float16)
+    offsets = {
+        "bias": rng.standard_normal((6, 2)).astype(np.float16),
+        "zero": rng.integers(0, 16, (6, 2)).astype(np.uint8),
+        "none": None,
+    }[offset]
+    layout = Layout(4, 8, table, "f16", offset)
+    packed = Packed(layout, rng.integers(0, 256, (6, 8)).astype(np.uint8), scales, offsets)
+    form = Form(("w",), (6, 16), Divided((2.0, 0.0, -1.3), (1, 2, 3)))
+    wide = packed.widen()
+    by = np.repeat([2.0, 1.0, -1.3], (1, 2, 3))[:, None]
+    np.testing.assert_allclose(form.transform(wide), wide / by, rtol=1e-6)
+    carried = form.carry(packed)
+    carried.check("w", wide.shape)
+    assert carried.layout == form.stored(layout) == Layout(4, 8, table, "f32", offset)
+    np.testing.assert_allclose(carried.widen(), wide / by, rtol=0, atol=1e-5)
