@@ -37,7 +37,7 @@ def each(name: str) -> Any:
     return pytest.param(name, marks=() if at % 4 == at // 4 else pytest.mark.slow)
 
 
-@pytest.mark.parametrize("name", map(each, HANDED))
+@pytest.mark.parametrize("name", [each(name) for name in HANDED])
 def test_handed_checkpoints_generate_the_reference(name: str) -> None:
     """transformers' tokens, from the numbers that the codes stand for."""
     made, rows = references.recorded(f"mlx/{name.replace('/', '-')}")
