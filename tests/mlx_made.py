@@ -31,7 +31,8 @@ class Made:
     """A case whose matrices groups of 32 divide, in part, and keys that mlx-lm wants besides.
 
     `wrong` is why mlx-lm computes other numbers than the family's; `folded` says that its layout
-    has multipliers in the weights, `joined` that published files have the experts so.
+    has multipliers in the weights, `joined` that published files have the experts so, `nested`
+    that the file is that of a model with images.
     """
 
     case: Case
@@ -39,6 +40,7 @@ class Made:
     wrong: str | None = None
     folded: bool = False
     joined: bool = False
+    nested: bool = False
 
     @property
     def id(self) -> str:
@@ -94,6 +96,11 @@ MADE = (
         {"model_type": "qwen3_5", "full_attention_interval": 2},
     ),
     Made(
+        Case("made_nested", "qwen3_5", QWEN, dialect="hub"),
+        {"model_type": "qwen3_5_text", "full_attention_interval": 2},
+        nested=True,
+    ),
+    Made(
         Case("made", "qwen3_5_moe", QWEN, dialect="hub"),
         {"model_type": "qwen3_5_moe", "full_attention_interval": 2},
         joined=True,
@@ -114,9 +121,14 @@ def write(row: Made, directory: Path, **settings: Any) -> tuple[Path, Path]:
 
     plain, made = directory / "plain", directory / "mlx"
     cases.build(row.case, plain)
-    if row.joined:
-        cases.write_tensors(plain, joined(cases.tensors(row.case)))
+    tensors = cases.tensors(row.case)
     config = json.loads((plain / "config.json").read_text()) | dict(row.keys)
+    if row.joined:
+        cases.write_tensors(plain, joined(tensors))
+    if row.nested:
+        inner = {n.replace("model.", "model.language_model."): t for n, t in tensors.items()}
+        cases.write_tensors(plain, inner)
+        config = {"model_type": row.case.family, "text_config": config}
     (plain / "config.json").write_text(json.dumps(config))
     model, config = utils.load_model(plain, lazy=True)
     if settings:
