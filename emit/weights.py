@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,10 @@ from emit import irpa
 from emit.errors import EmitError
 from emit.forms import Form, choose, depthwise_kernel, trailing_kernel
 from emit.state import DTYPES, WORDS
+
+SHOWN = 20  # problems of a checkpoint that are named
+LONGEST = 200  # characters of a name for which the nearest is looked for
+NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, an expert …
 
 
 class TensorInfo(Protocol):
@@ -142,17 +147,29 @@ def resolve(weight_map: WeightMap, source: Source) -> dict[str, Form]:
         problems |= dict.fromkeys(wrong)
         if form is not None:
             chosen[param.name] = form
-    for name in sorted(set(source.tensors) - used):
-        close = difflib.get_close_matches(name, wanted, n=1, cutoff=0.8)
-        hint = f" (like {close[0]})" if close else ""
-        problems[f"{name} is not a tensor of this family{hint}"] = None
-    if problems:
-        shown = "; ".join(list(problems)[:20])
-        more = f"; and {len(problems) - 20} more" if len(problems) > 20 else ""
+    unknown = sorted(set(source.tensors) - used)
+    if count := len(problems) + len(unknown):
+        lines = list(problems)[:SHOWN]
+        lines += _strangers(unknown[: SHOWN - len(lines)], wanted)
+        more = f"; and {count - SHOWN} more" if count > SHOWN else ""
         raise EmitError(
-            f"{source.dir}: {len(problems)} tensors do not fit config.json: {shown}{more}"
+            f"{source.dir}: {count} tensors do not fit config.json: {'; '.join(lines)}{more}"
         )
     return chosen
+
+
+def _strangers(names: Sequence[str], wanted: set[str]) -> list[str]:
+    """What to say of names that are not `wanted`: which one of these is near."""
+    forms = list({NUMBER.sub("#", name) for name in wanted}) if names else []
+    lines = []
+    for name in names:
+        hint, numbers = "", iter(NUMBER.findall(name))
+        own = NUMBER.sub("#", name)[:LONGEST]
+        for close in difflib.get_close_matches(own, forms, n=1, cutoff=0.8):
+            like = re.sub("#", lambda _, numbers=numbers: next(numbers, "0"), close)
+            hint = f" (like {like})" if like != name else ""
+        lines.append(f"{name} is not a tensor of this family{hint}")
+    return lines
 
 
 def _unused(weight_map: WeightMap, source: Source) -> set[str]:

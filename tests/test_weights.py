@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import cases
@@ -236,3 +237,17 @@ def test_the_command_converts_and_says_in_one_line_why_it_cannot(tmp_path: Path)
     assert failed.returncode == 1 and failed.stderr.count("\n") == 1
     assert failed.stderr.startswith("error: ") and "lm_head.weight is missing" in failed.stderr
     assert not (tmp_path / "bad").exists()
+
+
+def test_many_strange_names_take_no_time(tmp_path: Path) -> None:
+    """The nearest name is looked for among a few kinds, and for those that are shown."""
+    names = [f"backbone.layers.{i}.mixer.in_proj.wieght" for i in range(20000)]
+    known = {f"backbone.layers.{i}.mixer.in_proj.weight" for i in range(50000)}
+    source = opened(tmp_path / "checkpoint", dict.fromkeys(names[:30], np.zeros(1, np.float32)))
+    started = time.monotonic()
+    assert weights._strangers(names[:20], known)[7] == (
+        f"{names[7]} is not a tensor of this family (like backbone.layers.7.mixer.in_proj.weight)"
+    )
+    assert time.monotonic() - started < 2
+    line = refused(source, tmp_path / "out")
+    assert "is missing" in line and " more" in line
