@@ -27,7 +27,7 @@ MODELS = {
     "mamba-codestral-7b": (7.3e9, None),
     "falcon-mamba-7b": (7.27e9, None),
     "nemotron-3-super-120b-a12b": (120.7e9, "cuda-sm121"),
-    "jamba-1.7-large": (398.6e9, "cpu"),
+    "jamba-1.7-large": (398.6e9, None),
     "falcon-h1-34b": (33.6e9, None),
     "plamo-2-8b": (9.53e9, None),
     "qwen3-next-80b-a3b-instruct": (79.67e9, "cuda-sm121"),

@@ -34,7 +34,7 @@ TEXT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5]
 def each(name: str) -> Any:
     """One quantisation of each family in a default run, and each once."""
     at = HANDED.index(name)
-    return pytest.param(name, marks=() if at % 4 == at // 4 else pytest.mark.slow)
+    return pytest.param(name, marks=() if at % 4 == at // 4 else pytest.mark.thorough)
 
 
 @pytest.mark.parametrize("name", [each(name) for name in HANDED])
@@ -55,7 +55,7 @@ def test_all_four_quantisations_of_four_families_are_there() -> None:
 
 
 @pytest.mark.oracle
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("name", HANDED)
 def test_the_recorded_reference_is_what_the_library_gives(name: str, tmp_path: Path) -> None:
