@@ -26,7 +26,7 @@ LIMIT_BYTES = 4e9  # of the emitting process and of the compiler
 MODELS = {
     "mamba-codestral-7b": (7.3e9, None),
     "falcon-mamba-7b": (7.27e9, None),
-    "nemotron-3-super-120b-a12b": (120.7e9, "cuda-sm121"),
+    "nemotron-3-super-120b-a12b": (120.7e9, None),
     "jamba-1.7-large": (398.6e9, None),
     "falcon-h1-34b": (33.6e9, None),
     "plamo-2-8b": (9.53e9, None),
