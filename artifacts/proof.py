@@ -60,12 +60,13 @@ class Compiled:
 
 @dataclass(frozen=True)
 class Attempt:
-    """One way to compile: flags, and the kernels' level and the functions that call them."""
+    """One way to compile: flags, and the kernels' object, its level and who calls them."""
 
     graphs: Mapping[str, Blob]
     flags: tuple[str, ...]
     label: str
     level: str | None = None
+    kernels: Blob | None = None
     functions: tuple[str, ...] = ()
 
     @property
@@ -137,15 +138,16 @@ def _attempts(stages: Stages, cpu: Cpu | None, wrong: set[str]) -> Iterator[Atte
     has = level(cpu) if cpu and stages.job.kernels else None
     if has is not None:
         calling = _calling(stages)
+        made = objects(stages, has) if calling else None
         if calling:
-            yield Attempt(stages.graphs, (*target.flags, *more), "fast", has, calling)
+            yield Attempt(stages.graphs, (*target.flags, *more), "fast", has, made, calling)
         right = tuple(name for name in calling if name not in wrong)
         if right and len(right) < len(calling):
             plain = _without_kernels(stages)
             graphs = {
                 name: plain[name] if name in wrong else blob for name, blob in stages.graphs.items()
             }
-            yield Attempt(graphs, (*target.flags, *more), "fast", has, right)
+            yield Attempt(graphs, (*target.flags, *more), "fast", has, made, right)
     plain = _without_kernels(stages)
     for number, flags in enumerate((target.flags, *target.safe_flags)):
         yield Attempt(plain, (*flags, *more), f"safe-{number}" if number else "fast")
@@ -184,11 +186,10 @@ def _compiled(result: Result, action: Action, attempt: Attempt, cpu: Cpu | None)
 
 def _compile_action(stages: Stages, attempt: Attempt) -> Action:
     """The key holds the graphs' digests, not the weights': new weights recompile nothing."""
-    kernels = objects(stages, attempt.level) if attempt.functions and attempt.level else None
     fields = {
         "graphs": {name: blob.sha256 for name, blob in attempt.graphs.items()},
         "flags": list(attempt.flags),
-        "kernels": kernels.sha256 if kernels else None,
+        "kernels": attempt.kernels.sha256 if attempt.kernels else None,
         "compiler": versions(["iree-base-compiler"])["iree-base-compiler"],
         "source": source_digest(["artifacts.link"]),
     }
@@ -201,9 +202,7 @@ def _compile(stages: Stages, action: Action, attempt: Attempt) -> Result:
     def produce(scratch: Path) -> Mapping[str, Path]:
         texts = [(name, stages.store.path(blob)) for name, blob in sorted(attempt.graphs.items())]
         out = scratch / f"{MODULE}.vmfb"
-        kernels = None
-        if attempt.functions and attempt.level:
-            kernels = stages.store.path(objects(stages, attempt.level))
+        kernels = stages.store.path(attempt.kernels) if attempt.kernels else None
         stats = compile_module(texts, action.fields["flags"], out, kernels)
         meta["bytecode_version"] = bytecode_version(out)
         meta["seconds"] = round(stats.seconds, 3)

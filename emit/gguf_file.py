@@ -22,6 +22,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from emit.checkpoint import TensorInfo
 from emit.errors import EmitError
 
 MAX_ITEMS = 1 << 22  # elements of all arrays of a file: some vocabularies have 10^6 with merges
@@ -60,26 +61,16 @@ _PART = re.compile(r"(?P<base>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})\.gguf")
 
 
 @dataclass(frozen=True)
-class Tensor:
-    """Where one tensor lies: `file[begin:end]`, in blocks along the last axis of `shape`.
-
-    `dtype` is a name of KINDS; `shape` is row-major, the reverse of what the file says.
-    """
-
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True)
 class Gguf:
-    """An opened file (with all its parts); nothing of a tensor is read until `read` is called."""
+    """An opened file (with all its parts); nothing of a tensor is read until `read` is called.
+
+    The dtype of a tensor is a name of KINDS; its shape is row-major, the reverse of what the file
+    says, and blocks lie along the last axis.
+    """
 
     path: Path
     metadata: dict[str, Any]
-    tensors: dict[str, Tensor]
+    tensors: dict[str, TensorInfo]
     _maps: Mapping[Path, mmap.mmap] = field(repr=False)
 
     def read(self, name: str) -> np.ndarray:
@@ -100,7 +91,7 @@ def open_file(path: str | Path) -> Gguf:
     """
     first = Path(path).resolve()
     metadata: dict[str, Any] = {}
-    tensors: dict[str, Tensor] = {}
+    tensors: dict[str, TensorInfo] = {}
     maps: dict[Path, mmap.mmap] = {}
     paths = [first, *_others(first)]
     for number, part in enumerate(paths):
@@ -160,7 +151,7 @@ class _Reader:
         self.path, self.data, self.at, self.size = path, data, 0, len(data)
         self.items = 0
 
-    def header(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    def header(self) -> tuple[dict[str, Any], dict[str, TensorInfo]]:
         """The metadata, and the tensors by name."""
         magic, version, tensors, keys = self._unpack("<4sIQQ", "header")
         if magic != b"GGUF":
@@ -239,7 +230,7 @@ class _Reader:
         # The shortest decimal of a float32: 1e-05 was written, not 9.99999975e-06.
         return [float(str(x)) for x in found] if kind == 6 else found.tolist()
 
-    def _table(self, count: int, alignment: Any) -> dict[str, Tensor]:
+    def _table(self, count: int, alignment: Any) -> dict[str, TensorInfo]:
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
             raise _bad(self.path, f"general.alignment = {_show(alignment)}, expected a power of 2")
         entries: list[tuple[int, str, str, tuple[int, ...], int]] = []
@@ -260,7 +251,7 @@ class _Reader:
             if begin + size > self.size:
                 raise _bad(self.path, f"truncated: {self.size} bytes, expected {begin + size} (to"
                            f" the end of tensor {_show(name)}); {AGAIN}")  # fmt: skip
-            table[name] = Tensor(self.path, dtype, shape, begin, begin + size)
+            table[name] = TensorInfo(self.path, dtype, shape, begin, begin + size)
             position = offset + size + -size % alignment
         return table
 

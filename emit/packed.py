@@ -16,7 +16,6 @@ of compressed-tensors, so that their codes need not be rounded a second time.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -115,11 +114,3 @@ def pack4(codes: np.ndarray) -> np.ndarray:
     """Codes below 16, u8[..., K], two to a byte: u8[..., K / 2]."""
     pairs = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 2, 2)
     return (pairs[..., 0] | pairs[..., 1] << 4).astype(np.uint8)
-
-
-def nbytes(layout: Layout, shape: tuple[int, ...]) -> int:
-    """Bytes of a matrix of `shape` stored so."""
-    count = math.prod(shape)
-    per_group = DTYPES[layout.scale].itemsize * (2 if layout.offset == "bias" else 1)
-    per_group += layout.offset == "zero"
-    return count * layout.bits // 8 + count // layout.group * per_group

@@ -279,10 +279,8 @@ class CompressedTensors:
     def coded(self, source: Source) -> Mapping[str, Coded]:
         """All modules of the groups that hold codes."""
         found = Found(source)
-        for module in dict.fromkeys([*found.modules("weight_packed"), *found.modules("weight")]):
-            weights = self.of(module)
-            if weights is not None:
-                weights.add(found, module)
+        both = [*found.modules("weight_packed"), *found.modules("weight")]
+        found.add(dict.fromkeys(both), self.of)
         return found.done()
 
 

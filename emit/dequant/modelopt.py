@@ -146,10 +146,7 @@ class ModelOpt:
     def coded(self, source: Source) -> Mapping[str, Coded]:
         """All modules with scales."""
         found = Found(source)
-        for module in found.modules("weight_scale"):
-            weights = self.of(module)
-            if weights is not None:
-                weights.add(found, module)
+        found.add(found.modules("weight_scale"), self.of)
         return found.done()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, Protocol
 
 import numpy as np
 
@@ -22,6 +22,14 @@ ACTIVATIONS = """input_scale input_zero_point input_global_scale output_scale ou
     activation_scale k_scale v_scale""".split()
 
 
+class Module(Protocol):
+    """How a module is quantised."""
+
+    def add(self, found: Found, module: str) -> None:
+        """Enter its tensors in `found`, or what is wrong with them."""
+        ...
+
+
 @dataclass
 class Found:
     """The quantised tensors of a checkpoint as they are found, and all that is wrong with them."""
@@ -36,6 +44,13 @@ class Found:
         for name in self.source.tensors:
             if name.endswith(ending):
                 yield name.removesuffix(ending)
+
+    def add(self, modules: Iterable[str], of: Callable[[str], Module | None]) -> None:
+        """Each of `modules` that is quantised, as `of` says that it is."""
+        for module in modules:
+            weights = of(module)
+            if weights is not None:
+                weights.add(self, module)
 
     def shape(self, name: str, dtypes: Iterable[str], rank: int) -> tuple[int, ...] | None:
         """The shape of tensor `name`; None, and a problem, unless it has a dtype and the rank."""

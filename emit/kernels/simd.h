@@ -6,11 +6,6 @@
 
 #include <stddef.h>
 #include <stdint.h>
-#if defined(__x86_64__)
-#include <immintrin.h>
-#else
-#include <arm_neon.h>
-#endif
 
 // Hidden, as everything is (-fvisibility): aarch64 would reach a visible symbol through a table that
 // nobody fills.
@@ -27,12 +22,9 @@
 
 typedef float vf __attribute__((ext_vector_type(LANES)));
 typedef float vf_any __attribute__((ext_vector_type(LANES), aligned(4)));
-typedef int32_t vi __attribute__((ext_vector_type(LANES)));
 typedef uint32_t vu __attribute__((ext_vector_type(LANES)));
 typedef uint16_t vu16 __attribute__((ext_vector_type(LANES), aligned(2)));
 typedef _Float16 vh __attribute__((ext_vector_type(LANES), aligned(2)));
-typedef int8_t vi8 __attribute__((ext_vector_type(LANES), aligned(1)));
-typedef uint8_t vu8 __attribute__((ext_vector_type(LANES), aligned(1)));
 
 INLINE vf zero(void) { return (vf)(0.0f); }
 INLINE vf splat(float x) { return (vf)(x); }
@@ -44,12 +36,6 @@ INLINE vf load_bf16(const uint16_t *p) {
   return (vf)(__builtin_convertvector(*(const vu16 *)p, vu) << 16);
 }
 INLINE vf load_f16(const _Float16 *p) { return __builtin_convertvector(*(const vh *)p, vf); }
-INLINE vf load_i8(const int8_t *p) {
-  return __builtin_convertvector(__builtin_convertvector(*(const vi8 *)p, vi), vf);
-}
-INLINE vf load_u8(const uint8_t *p) {
-  return __builtin_convertvector(__builtin_convertvector(*(const vu8 *)p, vi), vf);
-}
 
 INLINE float one_f32(const float *p) { return *p; }
 INLINE float one_bf16(const uint16_t *p) {
