@@ -88,3 +88,40 @@ INLINE void transpose(vf rows[LANES]) {
     for (int i = 0; i < LANES; i++) rows[i] = next[i];
   }
 }
+
+// The first `count` < LANES floats at p, zeros after them.
+INLINE vf load_part(const float *p, size_t count) {
+  float all[LANES] = {0};
+  for (size_t i = 0; i < count; i++) all[i] = p[i];
+  return load_f32(all);
+}
+INLINE void store_part(float *p, vf x, size_t count) {
+  float all[LANES];
+  store(all, x);
+  for (size_t i = 0; i < count; i++) p[i] = all[i];
+}
+
+typedef int32_t vi __attribute__((ext_vector_type(LANES)));
+
+// a where the mask is -1, b where it is 0.
+INLINE vf choose(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }
+
+// e^x within 1.2e-7 of it: 2^n e^r, |r| <= ln 2 / 2, by the polynomial of Cephes' expf. Below -87.3
+// it is 0, above 88.37 it is 2.4e38; NaN stays NaN.
+INLINE vf vexp(vf x) {
+  const vf low = splat(-87.3f), high = splat(88.37f), whole = splat(12582912.0f);  // 1.5 * 2^23
+  const vf y = choose(x < low, low, choose(x > high, high, x));
+  const vf shifted = y * splat(1.44269504f) + whole, n = shifted - whole;  // n in the low bits
+  const vf r = (y - n * splat(0.693359375f)) + n * splat(2.12194440e-4f);
+  vf p = splat(1.9875691500e-4f);
+  p = p * r + splat(1.3981999507e-3f);
+  p = p * r + splat(8.3334519073e-3f);
+  p = p * r + splat(4.1665795894e-2f);
+  p = p * r + splat(1.6666665459e-1f);
+  p = p * r + splat(5.0000001201e-1f);
+  p = p * (r * r) + r + splat(1.0f);
+  const vu exponent = ((vu)shifted - (vu)whole + 127) << 23;
+  return choose(x < low, zero(), p * (vf)exponent);
+}
+
+INLINE vf vsigmoid(vf x) { return splat(1.0f) / (splat(1.0f) + vexp(-x)); }
