@@ -114,26 +114,24 @@ class GatedDelta:
         self, p: Mapping[str, Array], x: Array, rows: Rows, state: State
     ) -> tuple[Array, dict[str, Array]]:
         """x f32[B, T, hidden_size] -> (same, new state)."""
-        B, T, _ = x.shape
-        keys, _ = self._widths
+        T = x.shape[1]
         qkv, z, b, a = self._project(p, x)
         run_conv = conv.step if T == 1 else conv.scan
         qkv, tail = run_conv(qkv, rows.lengths, p["conv1d.weight"], None, state["conv"])
-        q, k, v = jnp.split(nn.ACTIVATIONS[self.activation](qkv), [keys, 2 * keys], axis=-1)
-        q, k = (delta.l2_norm(each.reshape(B, T, -1, self.key_dim)) for each in (q, k))
         valid = rows.valid(T)[..., None]
         g = -jnp.exp(p["A_log"]) * jax.nn.softplus(a + p["dt_bias"])
-        inputs = (
-            q * self.key_dim**-0.5,
-            k,
-            v.reshape(B, T, self.value_heads, self.value_dim),
+        y, hidden = delta.mixer(
+            nn.ACTIVATIONS[self.activation](qkv),
+            z,
             jnp.where(valid, g, 0.0)[..., None],
             jnp.where(valid, jax.nn.sigmoid(b), 0.0),
+            p["norm.weight"],
             state["delta"],
+            eps=self.eps,
+            gate="silu",
+            chunk=SCAN_CHUNK,
         )
-        y, hidden = delta.step(*inputs) if T == 1 else delta.scan(*inputs, SCAN_CHUNK)
-        y = nn.rms_norm(y, p["norm.weight"], self.eps) * jax.nn.silu(z.reshape(y.shape))
-        y = nn.linear(y.reshape(B, T, -1), p["out_proj.weight"])
+        y = nn.linear(y, p["out_proj.weight"])
         return y, {"conv": tail, "delta": hidden}
 
     def _project(self, p: Mapping[str, Array], x: Array) -> list[Array]:

@@ -103,20 +103,18 @@ class Kda:
         kernel = jnp.concatenate([p[f"{part}_conv1d.weight"] for part in PARTS], axis=-1)
         run_conv = conv.step if T == 1 else conv.scan
         joined, tail = run_conv(joined, rows.lengths, kernel, None, state["conv"])
-        joined = nn.ACTIVATIONS[self.activation](joined)
-        q, k, v = (part.reshape(heads) for part in jnp.split(joined, len(PARTS), axis=-1))
         valid = rows.valid(T)[..., None]
-        inputs = (
-            delta.l2_norm(q) * self.head_dim**-0.5,
-            delta.l2_norm(k),
-            v,
+        y, hidden = delta.mixer(
+            nn.ACTIVATIONS[self.activation](joined),
+            self._low_rank(p, x, "g"),
             jnp.where(valid[..., None], self._decay(p, x).reshape(heads), 0.0),
             jnp.where(valid, jax.nn.sigmoid(nn.linear(x, p["b_proj.weight"])), 0.0),
+            p["o_norm.weight"],
             state["delta"],
+            eps=self.eps,
+            gate="sigmoid",
+            chunk=SCAN_CHUNK,
         )
-        y, hidden = delta.step(*inputs) if T == 1 else delta.scan(*inputs, SCAN_CHUNK)
-        y = nn.rms_norm(y, p["o_norm.weight"], self.eps).reshape(B, T, self.inner)
-        y = y * jax.nn.sigmoid(self._low_rank(p, x, "g"))
         return nn.linear(y, p["o_proj.weight"]), {"conv": tail, "delta": hidden}
 
     def _decay(self, p: Mapping[str, Array], x: Array) -> Array:

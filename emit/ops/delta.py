@@ -16,9 +16,13 @@ eq. 1, with one a channel of the key.)
 
 Everything is float32. Keys are of length 1 or less (see `l2_norm`): the rule is stable for those.
 Identity update for padding: g = 0 and beta = 0, which leaves S as it is exactly.
+
+`mixer` is all of a layer between its convolution and its output projection.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +40,35 @@ MASKED = -1e30  # exp of it is exactly 0; an infinity would make NaN where it me
 def l2_norm(x: Array) -> Array:
     """`x / sqrt(sum(x²) + 1e-6)` over the last axis, float32; models trained with this epsilon."""
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + L2_EPS)
+
+
+def mixer(
+    qkv: Array,
+    z: Array,
+    g: Array,
+    beta: Array,
+    weight: Array,
+    state: Array,
+    *,
+    eps: float,
+    gate: Literal["silu", "sigmoid"],
+    chunk: int,
+) -> tuple[Array, Array]:
+    """rms(delta(l2(q) / sqrt(K), l2(k), v, g, beta)) gate(z): -> (f32[B, T, H V], state).
+
+    qkv f32[B, T, 2 G K + H V] is q, then k, then v; z f32[B, T, H V]. The norm is that of each head
+    of V numbers, all with the weight f32[V] and `eps`. `chunk` is that of `scan`.
+    """
+    B, T, _ = qkv.shape
+    H, K, V = state.shape[1:]
+    keys = (qkv.shape[2] - H * V) // 2
+    q, k, v = jnp.split(qkv, [keys, 2 * keys], axis=-1)
+    q, k = (l2_norm(each.reshape(B, T, -1, K)) for each in (q, k))
+    inputs = (q * K**-0.5, k, v.reshape(B, T, H, V), g, beta, state)
+    y, state = step(*inputs) if T == 1 else scan(*inputs, chunk)
+    activation = jax.nn.silu if gate == "silu" else jax.nn.sigmoid
+    y = nn.rms_norm(y, weight, eps) * activation(z.reshape(y.shape))
+    return y.reshape(B, T, H * V), state
 
 
 def step(q: Array, k: Array, v: Array, g: Array, beta: Array, state: Array) -> tuple[Array, Array]:
