@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from artifacts.disk import is_full, user_error
+from artifacts.disk import explained, is_full, user_error
 from artifacts.records import Blob, Record, action_key, is_digest
 from artifacts.store import Store
 
@@ -56,11 +56,15 @@ def run(
     action: Action,
     produce: Callable[[Path], Mapping[str, Path]],
     meta: Any | Callable[[], Any] = None,
+    *,
+    resumed: bool = False,
 ) -> Result:
     """The result of `action`, from the store or made now by `produce`.
 
     `produce` gets an empty directory on the store's filesystem and returns output name -> file;
-    files inside the directory are moved into the store, others copied. `meta` is JSON kept with
+    files inside the directory are moved into the store, others copied. With `resumed` it is one of
+    the action's own, which holds what a killed process left there; what `produce` leaves there when
+    it fails stays, too. `meta` is JSON kept with
     the result, or a function called after `produce` that returns it; on a hit the stored one is
     returned. Two processes with the same action make it once. Whatever ends this process, nothing
     is visible unless it is complete. What `produce` raises goes to the caller with nothing
@@ -74,7 +78,7 @@ def run(
             record = store.lookup(action.key, report=False)
             if record is not None:
                 return Result(action.key, True, record.outputs, record.meta)
-            with store.scratch() as scratch:
+            with store.work(action.key) if resumed else store.scratch() as scratch:
                 try:
                     files = dict(produce(scratch))
                 except OSError as error:
@@ -100,11 +104,17 @@ def _put_all(
         raise ValueError(f"{action.label}: produced no files")
     stored: dict[Path, Blob] = {}
     outputs: dict[str, Blob] = {}
-    for name, path in sorted(files.items()):
+    # The largest last: a kill that comes after it is in the store takes it from who would go on.
+    for name, path in sorted(files.items(), key=lambda item: (_size(item[1]), item[0])):
         if path not in stored:  # two names may share a file, which is moved only once
             stored[path] = store.put_file(path, move=path.is_relative_to(scratch))
         outputs[name] = stored[path]
     return outputs
+
+
+def _size(path: Path) -> int:
+    with explained(path):
+        return path.stat().st_size
 
 
 def explain(store: Store, action: Action) -> list[str]:

@@ -138,3 +138,10 @@ def remove_tree(path: Path) -> bool:
 
     shutil.rmtree(path, ignore_errors=True)
     return not path.exists()
+
+
+def remove_empty(path: Path) -> None:
+    """Remove a directory with the directories in it, as far as there is no file in them."""
+    for directory, _, _ in os.walk(path, topdown=False):
+        with contextlib.suppress(OSError):  # not empty
+            Path(directory).rmdir()

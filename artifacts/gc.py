@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import re
+import time
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from artifacts.records import Record, is_digest
 from artifacts.store import Store
 from runtime.errors import UserError
 
+ABANDONED_NS = 7 * 24 * 3600 * 10**9  # since a killed build was not gone on with
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
 _DIGEST = re.compile(r"(?<![0-9a-f])[0-9a-f]{64}(?![0-9a-f])")
@@ -62,9 +64,10 @@ def size_text(size: int) -> str:
 
 @dataclass
 class _Entry:
-    """Something that goes or stays as a whole: a record with its blobs, a blob without one, or a
-    downloaded checkpoint. `path` is the record or the directory, `size` its own bytes, `inputs` the
-    digests that a record's fields name: what its result was made from."""
+    """Something that goes or stays as a whole: a record with its blobs, a blob without one, a
+    downloaded checkpoint, or what a killed build left. `path` is the record or the directory,
+    `size` its own bytes, `inputs` the digests that a record's fields name: what its result was made
+    from."""
 
     last_use: int
     path: Path | None
@@ -101,6 +104,7 @@ def collect(store: Store, max_bytes: int, build_dir: Path) -> GcReport:
             if digest not in holders
         ]
         entries += _downloads(store)
+        entries += _unfinished(store)
         while (
             more := {d for e in entries if e.digests & named for d in e.digests | e.inputs} - named
         ):
@@ -187,6 +191,22 @@ def _downloads(store: Store) -> list[_Entry]:
             if directory.is_dir():
                 size = sum(file.stat().st_size for file in directory.iterdir())
                 entries.append(_Entry(directory.stat().st_mtime_ns, directory, size, frozenset()))
+    return entries
+
+
+def _unfinished(store: Store) -> list[_Entry]:
+    """What killed builds left of long results; that of a finished or an abandoned one goes now."""
+    entries: list[_Entry] = []
+    with explained(store.root / "work"):
+        for directory in (store.root / "work").iterdir():
+            files = [path.stat() for path in directory.rglob("*") if path.is_file()]
+            last_use = max((info.st_mtime_ns for info in files), default=0)
+            finished = not is_digest(directory.name) or store.record_path(directory.name).exists()
+            if finished or last_use < time.time_ns() - ABANDONED_NS:
+                remove_tree(directory)
+            else:
+                size = sum(info.st_size for info in files)
+                entries.append(_Entry(last_use, directory, size, frozenset()))
     return entries
 
 

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +17,9 @@ from artifacts.disk import no_space
 from runtime.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
+PROGRESS = "SCANWRIGHT_PROGRESS"  # what emit.progress reads
+_USER = 2  # the descriptor that leads to the user, whatever takes the place of sys.stderr
+_ERASE = b"\r\x1b[K"
 
 # A small process between this one and the program. It makes both die with this one (Linux), where
 # code between fork and exec is unsafe in a threaded parent, and it measures the program: peak
@@ -56,12 +59,16 @@ class Usage:
 
 
 def run_logged(
-    argv: Sequence[str], log: Path, cwd: Path | None, env: dict[str, str]
+    argv: Sequence[str],
+    log: Path,
+    cwd: Path | None,
+    env: Mapping[str, str],
+    inherited: Sequence[int] = (),
 ) -> tuple[int, Usage]:
     """Run `argv` with its output in the file `log`; returns (exit code, usage).
 
-    It leads a process group of its own, is killed with this process (Linux) and on any exception
-    here. A negative exit code is the signal that ended it.
+    It leads a process group of its own, has the descriptors `inherited`, is killed with this
+    process (Linux) and on any exception here. A negative exit code is the signal that ended it.
     """
     numbers = log.with_suffix(".usage").absolute()
     launch = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), str(numbers)]
@@ -75,6 +82,7 @@ def run_logged(
             stdout=sink,
             stderr=sink,
             process_group=0,
+            pass_fds=inherited,
         )
         try:
             launched = process.wait()
@@ -90,31 +98,59 @@ def run_logged(
     return code, Usage(time.perf_counter() - started, peak)
 
 
-def run_module(module: str, arguments: Sequence[str | Path], scratch: Path) -> Usage:
-    """Run `python -m module arguments`; its own `error: …` line becomes a UserError."""
+@contextlib.contextmanager
+def _shown(wanted: bool) -> Iterator[tuple[str, Sequence[int]]]:
+    """A descriptor by which a process can show the user its progress: as a word, and to inherit."""
+    try:
+        copy = os.dup(_USER) if wanted else -1
+    except OSError:  # closed: there is no one to show it to
+        copy = -1
+    if copy < 0:
+        yield "", ()
+        return
+    try:
+        yield str(copy), (copy,)
+    finally:
+        if os.isatty(copy):  # the process may have been killed, and its bar left
+            with contextlib.suppress(OSError):
+                os.write(copy, _ERASE)
+        os.close(copy)
+
+
+def run_module(
+    module: str, arguments: Sequence[str | Path], scratch: Path, progress: bool = False
+) -> Usage:
+    """Run `python -m module arguments`; its own `error: …` line becomes a UserError.
+
+    With `progress`, what it tells by `emit.progress` reaches the user.
+    """
     log = scratch / f"{module}.log"
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     argv = [sys.executable, "-m", module, *map(str, arguments)]
-    code, usage = run_logged(argv, log, None, {**os.environ, "PYTHONPATH": path})
+    with _shown(progress) as (word, inherited):
+        environment = {**os.environ, "PYTHONPATH": path, PROGRESS: word}
+        code, usage = run_logged(argv, log, None, environment, inherited)
     text = log.read_text(encoding="utf-8", errors="replace")
     full = no_space(scratch, text) if code else None
     log.unlink()
     if code == 0:
         return usage
-    lines = [line for line in text.splitlines() if line.strip()]
-    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if os.environ.get("SCANWRIGHT_DEBUG") == "1":
         print(text, file=sys.stderr)
-    if full:
-        raise full
+    raise full or _failure(f"{module} {arguments[0]}", code, text)
+
+
+def _failure(step: str, code: int, text: str) -> UserError:
+    """What to say of a process that ended with `code` and had written `text`."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
     if errors:
-        raise UserError(errors[-1])
-    step = f"{module} {arguments[0]}"
+        return UserError(errors[-1])
     if code == -signal.SIGKILL:
-        raise UserError(
+        return UserError(
             f"{step}: killed, most likely out of memory; free some or use a smaller shape"
         )
     if code < 0:
-        raise Crashed(f"{step}: crashed ({signal.Signals(-code).name})")
+        return Crashed(f"{step}: crashed ({signal.Signals(-code).name})")
     detail = lines[-1] if lines else f"exit code {code}"
-    raise UserError(f"{step}: failed: {detail}; SCANWRIGHT_DEBUG=1 shows all of its output")
+    return UserError(f"{step}: failed: {detail}; SCANWRIGHT_DEBUG=1 shows all of its output")

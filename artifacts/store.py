@@ -5,10 +5,11 @@
     actions/<key>.json              result record: fields, outputs, meta, and a sum over all of it
     locks/                          flock files: store, blobs, one for each key being built
     scratch/<token>/                files of a living process; what a dead one left is swept
+    work/<key>/                     what a killed process made of a long result, to go on from
 
-Everything is written in `scratch` (the same filesystem), fsynced and renamed into place, blobs
-before the record that names them, so whatever is visible is complete. The modification time of a
-record is the time of its last use (the access time would change when somebody only looks).
+Everything is written in `scratch` or `work` (the same filesystem), fsynced and renamed into place,
+blobs before the record that names them, so whatever is visible is complete. The modification time
+of a record is the time of its last use (the access time would change when somebody only looks).
 """
 
 from __future__ import annotations
@@ -23,7 +24,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from artifacts.disk import copy_hashed, explained, hash_file, remove_tree, sync, write_new
+from artifacts.disk import (
+    copy_hashed,
+    explained,
+    hash_file,
+    remove_empty,
+    remove_tree,
+    sync,
+    write_new,
+)
 from artifacts.locks import Scratch, alive, locked, sweep
 from artifacts.records import Blob, Record, action_key, decode_record, encode_record, is_digest
 from runtime.errors import UserError
@@ -45,7 +54,7 @@ class Store:
     def __init__(self, root: Path | str, *, rehash_limit: int = 64 << 20) -> None:
         self.root = Path(root).expanduser().absolute()
         self.rehash_limit = rehash_limit
-        for name in ("blobs", "actions", "locks", "scratch"):
+        for name in ("blobs", "actions", "locks", "scratch", "work"):
             with explained(self.root):
                 (self.root / name).mkdir(parents=True, exist_ok=True)
         self._mutex = threading.Lock()
@@ -112,6 +121,23 @@ class Store:
             yield path
         finally:
             remove_tree(path)
+
+    @contextlib.contextmanager
+    def work(self, key: str) -> Iterator[Path]:
+        """A directory for the result of `key`, with what a killed process left there.
+
+        It is removed after the block; if the block fails, only the empty directories of it are.
+        Hold the key's lock.
+        """
+        path = self.root / "work" / key
+        with explained(path):
+            path.mkdir(exist_ok=True)
+        try:
+            yield path
+        except BaseException:
+            remove_empty(path)
+            raise
+        remove_tree(path)
 
     # Content
 

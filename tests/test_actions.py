@@ -279,6 +279,58 @@ def test_kill_at_random_points_leaves_nothing_wrong(
     assert capfd.readouterr().err == ""
 
 
+RESUMED = """
+import os, signal, sys
+from pathlib import Path
+from artifacts.actions import Action, run
+from artifacts.store import Store
+store, stop = Store(sys.argv[1]), int(sys.argv[2])
+def produce(work):
+    with (work / "out").open("a") as out:
+        for n in range(out.tell(), 9):
+            if n == stop:
+                os.kill(os.getpid(), signal.SIGKILL)
+            out.write(str(n))
+            out.flush()
+    print("made from", n)
+    return {"out": work / "out"}
+result = run(store, Action("long", {}), produce, resumed=True)
+print(result.hit, store.path(result.outputs["out"]).read_text())
+"""
+
+
+def test_a_long_action_goes_on_where_it_was_killed(tmp_path: Path) -> None:
+    work = tmp_path / "work" / Action("long", {}).key
+    for stop in (4, 7):
+        killed = start(RESUMED, tmp_path, stop)
+        assert killed.communicate()[0] == "" and killed.returncode == -signal.SIGKILL
+        assert (work / "out").read_text() == "012345678"[:stop]
+    for hit in (False, True):
+        done = start(RESUMED, tmp_path, 99)
+        assert done.communicate()[0].endswith(f"{hit} 012345678\n")
+    assert list((tmp_path / "work").iterdir()) == []
+
+
+def test_a_failed_long_action_leaves_only_what_it_kept(store: Store) -> None:
+    action = Action("long", {})
+
+    def fails(work: Path) -> dict[str, Path]:
+        (work / "out" / "empty").mkdir(parents=True)
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        run(store, action, fails, resumed=True)
+    assert list((store.root / "work").iterdir()) == []
+
+    def interrupted(work: Path) -> dict[str, Path]:
+        (work / "part").write_text("x")
+        return fails(work)
+
+    with pytest.raises(RuntimeError):
+        run(store, action, interrupted, resumed=True)
+    assert [p.name for p in (store.root / "work" / action.key).iterdir()] == ["part"]
+
+
 def rebuild(root: Path, n: int) -> dict[str, Path]:
     folder = root / "again"
     folder.mkdir(exist_ok=True)

@@ -78,6 +78,34 @@ def test_oldest_go_first_until_the_bound_holds(store: Store, tmp_path: Path) -> 
     assert present(store) == []
 
 
+def unfinished(store: Store, key: str, size: int, age_s: float) -> Path:
+    """What a killed build left `age_s` seconds ago."""
+    path = store.root / "work" / key / "out" / "part"
+    path.parent.mkdir(parents=True)
+    path.write_bytes(bytes(size))
+    when = time.time() - age_s
+    os.utime(path, (when, when))
+    return path
+
+
+def test_what_a_killed_build_left_goes_when_it_is_old_or_too_much(
+    store: Store, tmp_path: Path
+) -> None:
+    add(store, 0, data(0), last_use=10)
+    lost = unfinished(store, "a" * 64, 10, 8 * 24 * 3600)
+    done = unfinished(store, Action("s", {"n": 0}).key, 10, 1)
+    kept = unfinished(store, "b" * 64, 20 * KB, 6 * 24 * 3600)
+    strange = unfinished(store, "strange", 10, 1)
+    report = collect(store, 31 * KB, tmp_path / "build")
+    assert not lost.exists() and not done.exists() and not strange.exists() and kept.exists()
+    assert (report.removed, report.freed, present(store)) == (0, 0, [0])
+    assert 30 * KB <= report.kept <= 31 * KB
+    report = collect(store, 25 * KB, tmp_path / "build")
+    assert kept.exists() and present(store) == [], "the last used goes last"
+    report = collect(store, 10 * KB, tmp_path / "build")
+    assert not kept.parent.parent.exists() and (report.removed, report.freed) == (1, 20 * KB)
+
+
 def test_a_hit_makes_a_result_young(store: Store, tmp_path: Path) -> None:
     for n in range(3):
         add(store, n, data(n), last_use=n + 1)

@@ -1,0 +1,126 @@
+"""Tells how far a long stage is: a bar on a terminal, else a line now and then.
+
+A stage runs as a process whose output is kept for its errors; SCANWRIGHT_PROGRESS then is the
+number of a descriptor that leads to the user. Without it that is stderr.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable
+from types import TracebackType
+
+VARIABLE = "SCANWRIGHT_PROGRESS"
+QUIET_S = 0.5  # before a bar is shown
+REDRAW_S = 0.1
+LINE_S = 30.0  # between lines where there is no terminal
+WINDOW_S = 10.0  # that the rate is measured over
+ERASE = "\r\x1b[K"
+_UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def sized(count: float) -> str:
+    """A number of bytes as a person reads it: `512 B`, `1.50 GiB`."""
+    unit = 0
+    while count >= 1023.5 and unit < len(_UNITS) - 1:
+        count, unit = count / 1024, unit + 1
+    digits = 0 if unit == 0 or count >= 100 else 1 if count >= 10 else 2
+    return f"{count:.{digits}f} {_UNITS[unit]}"
+
+
+def clock(seconds: float) -> str:
+    """`0:07`, `12:34` or `1:02:03`."""
+    whole = int(seconds)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
+
+
+def line(word: str, done: int, total: int, rate: float) -> str:
+    """What there is to say of `done` of `total` bytes, at `rate` bytes a second (0: not known)."""
+    share = 100 * done // total if total else 100
+    text = f"{word}: {share:3} %, {sized(done)} of {sized(total)}"
+    if rate > 0:
+        text += f", {sized(rate)}/s, {clock((total - done) / rate)} left"
+    return text
+
+
+def bar(word: str, done: int, total: int, rate: float, width: int) -> str:
+    """The line with a bar behind it, in at most `width` columns."""
+    text = line(word, done, total, rate)
+    room = min(width - len(text) - 4, 40)
+    if room < 8:
+        return text[: max(width - 1, 0)]
+    full = room * done // total if total else room
+    return f"{text} [{'#' * full}{'.' * (room - full)}]"
+
+
+class Progress:
+    """Counts bytes up to `total` and tells of them under the name `word`, as a context.
+
+    On a terminal a bar is redrawn in place once the work takes longer than a moment, and is gone at
+    the end; elsewhere a line is written every half minute.
+    """
+
+    def __init__(
+        self, word: str, total: int, descriptor: int, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.done = 0
+        self._word, self._total, self._to, self._now = word, total, descriptor, now
+        self._terminal = os.isatty(descriptor)
+        began = now()
+        self._next = began + (QUIET_S if self._terminal else LINE_S)
+        self._seen = deque([(began, 0)])
+        self._drawn = False
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
+    ) -> None:
+        if self._drawn:
+            self._write(ERASE)
+
+    def add(self, count: int) -> None:
+        """`count` more bytes are done."""
+        self.done += count
+        now = self._now()
+        if now < self._next:
+            return
+        self._seen.append((now, self.done))
+        while len(self._seen) > 2 and self._seen[1][0] <= now - WINDOW_S:
+            self._seen.popleft()
+        (then, before), rate = self._seen[0], 0.0
+        if now > then:
+            rate = max(0, self.done - before) / (now - then)
+        if self._terminal:
+            text = bar(self._word, self.done, self._total, rate, _columns(self._to))
+            self._drawn, self._next = True, now + REDRAW_S
+            self._write(ERASE + text)
+        else:
+            self._next = now + LINE_S
+            self._write(line(self._word, self.done, self._total, rate) + "\n")
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError):  # the terminal is gone: the work goes on
+            os.write(self._to, text.encode())
+
+
+def _columns(descriptor: int) -> int:
+    try:
+        return os.get_terminal_size(descriptor).columns or 80
+    except OSError:
+        return 80
+
+
+def progress(word: str, total: int) -> Progress:
+    """The Progress of this process's stage, told where the user sees it."""
+    given = os.environ.get(VARIABLE, "")
+    if given:
+        # Not of the terminal's foreground group, it would be stopped for writing to some terminals.
+        signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+    return Progress(word, total, int(given) if given.isdecimal() else 2)

@@ -1,0 +1,153 @@
+"""Progress: its words, a bar on a terminal, lines elsewhere, and its way through the build."""
+
+from __future__ import annotations
+
+import os
+import pty
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+
+import pytest
+
+from artifacts import process
+from emit.progress import ERASE, LINE_S, Progress, bar, clock, line, sized
+from runtime.errors import UserError
+
+GIB = 1 << 30
+
+
+def test_sizes_and_times_are_short() -> None:
+    sizes = [0, 1023, 1024, 10 * 1024, 1023.6 * 1024, 1.5 * GIB, 123.4 * GIB, 5000 * 1024 * GIB]
+    assert [sized(n) for n in sizes] == (
+        "0 B/1023 B/1.00 KiB/10.0 KiB/1.00 MiB/1.50 GiB/123 GiB/5000 TiB".split("/")
+    )
+    assert [clock(s) for s in (0, 7.9, 754, 3723)] == ["0:00", "0:07", "12:34", "1:02:03"]
+
+
+def test_a_line_tells_share_bytes_rate_and_what_is_left() -> None:
+    assert line("convert", 3 * GIB, 12 * GIB, GIB / 2) == (
+        "convert:  25 %, 3.00 GiB of 12.0 GiB, 512 MiB/s, 0:18 left"
+    )
+    assert line("convert", 0, 12, 0.0) == "convert:   0 %, 0 B of 12 B"
+    assert line("convert", 0, 0, 0.0) == "convert: 100 %, 0 B of 0 B"
+
+
+@pytest.mark.parametrize("width", [5, 30, 60, 80, 120, 300])
+@pytest.mark.parametrize("done", [0, 1, GIB // 2, GIB])
+def test_a_bar_fits_the_terminal(done: int, width: int) -> None:
+    text = bar("convert", done, GIB, 1e9, width)
+    assert len(text) < width and text.startswith("convert"[: width - 1])
+    if width >= 120:
+        inner = text.partition("[")[2].rstrip("]")
+        assert len(inner) == 40 and inner == "#" * (40 * done // GIB) + "." * (
+            40 - 40 * done // GIB
+        )
+
+
+class Clock:
+    """A time that passes when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def terminal() -> Iterator[tuple[int, int]]:
+    """The ends of a terminal: the user's, and the program's."""
+    user, program = pty.openpty()
+    yield user, program
+    os.close(user)
+    os.close(program)
+
+
+def test_on_a_terminal_a_bar_is_drawn_and_gone_at_the_end(terminal: tuple[int, int]) -> None:
+    user, program = terminal
+    time = Clock()
+    with Progress("convert", 1000, program, time) as shown:
+        for _ in range(9):
+            time.now += 0.2
+            shown.add(100)
+    text = os.read(user, 1 << 16).decode()
+    first, *_, last, after = text.split(ERASE)[1:]
+    assert first.startswith("convert:  30 %, 300 B of 1000 B, 500 B/s, 0:01 left")
+    assert last.startswith("convert:  90 %") and after == ""
+
+
+def test_a_moment_shows_nothing(terminal: tuple[int, int]) -> None:
+    user, program = terminal
+    with Progress("convert", 1000, program, Clock()) as shown:
+        shown.add(1000)
+    os.write(program, b"end")
+    assert os.read(user, 1 << 16) == b"end"
+
+
+def test_elsewhere_there_is_a_line_now_and_then(tmp_path: Path) -> None:
+    time = Clock()
+    with (tmp_path / "log").open("wb") as out, Progress("w", 100, out.fileno(), time) as shown:
+        for _ in range(10):
+            time.now += LINE_S / 4
+            shown.add(10)
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert [row[:8] for row in lines] == ["w:  40 %", "w:  80 %"]
+
+
+def test_the_rate_is_that_of_the_last_seconds(tmp_path: Path) -> None:
+    """What a continued conversion finds done at once does not count for long."""
+    time = Clock()
+    with (tmp_path / "log").open("wb") as out, Progress("w", 10**6, out.fileno(), time) as shown:
+        shown.add(500_000)
+        for _ in range(600):
+            time.now += 0.2
+            shown.add(100)
+    assert "500 B/s" in (tmp_path / "log").read_text().splitlines()[-1]
+
+
+def test_a_terminal_that_went_away_stops_nothing(terminal: tuple[int, int]) -> None:
+    time, gone = Clock(), os.dup(terminal[1])
+    with Progress("w", 10, gone, time) as shown:
+        os.close(gone)
+        time.now = 1
+        shown.add(1)
+
+
+STAGE = """
+import sys, time
+from emit.progress import progress
+print("kept for errors", file=sys.stderr)
+with progress("stage", 100) as shown:
+    for _ in range(8):
+        time.sleep(0.1)
+        shown.add(5)
+    sys.exit(int(sys.argv[1]))
+"""
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_the_bar_of_a_stage_reaches_the_terminal_of_the_build(
+    code: int, terminal: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stage_of_test.py").write_text(STAGE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    user, program = terminal
+    monkeypatch.setattr(process, "_USER", program)
+    failed = pytest.raises(UserError, match="kept for errors") if code else nullcontext()
+    with failed:
+        process.run_module("stage_of_test", [str(code)], tmp_path, progress=True)
+    text = os.read(user, 1 << 16).decode()
+    assert "stage:  " in text and " of 100 B" in text and "kept" not in text
+    assert text.endswith(ERASE)
+
+
+def test_no_other_stage_has_a_way_to_the_user(
+    terminal: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "stage_of_test.py").write_text(STAGE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(process, "_USER", terminal[1])
+    process.run_module("stage_of_test", ["0"], tmp_path)
+    os.write(terminal[1], b"end")
+    assert os.read(terminal[0], 1 << 16) == b"end"
