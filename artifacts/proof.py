@@ -36,7 +36,9 @@ from runtime.vmfb import bytecode_version
 # layer adds the next ones amplify: measured 1e-6 for 3 layers, 2.4e-6 for 5, 2e-5 for 24 of random
 # weights. What the compiler got wrong was never below 1e-3; an epsilon ten times too small costs
 # 1.5e-5 with 3 layers.
-TOLERANCE: dict[str, tuple[float, float]] = dict.fromkeys(("f32", "bf16", "f16"), (3e-6, 3e-6))
+TOLERANCE: dict[str, tuple[float, float]] = dict.fromkeys(
+    ("f32", "bf16", "f16", "int8", "int4"), (3e-6, 3e-6)
+)
 EMULATED = "uncaught target signal"  # what qemu says when the program under it crashes
 # For each layer, where layers amplify more: delta rules after l2 norms, then routed experts.
 # Measured 2.5e-5 for 4 layers and a chunk of 256, whatever the flags.

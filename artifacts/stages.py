@@ -30,6 +30,7 @@ from runtime.manifest import byte_size
 
 Produce = Callable[[Path], Mapping[str, Path]]
 
+FLOATS = ("f32", "bf16", "f16")  # weight types that are not codes
 SEED = 20240531  # of every seeded input and random parameter; the date of the SSD paper
 REFERENCE_TOKENS = 48
 LONG_REFERENCE_BYTES = 1 << 30  # a model with more parameter bytes gets a shorter reference
@@ -195,6 +196,51 @@ class Stages:
         result = self.run_action(action, produce)
         return self.job.weights(self.store.path(result.outputs["type"]).read_text().strip())
 
+    @cached_property
+    def storage(self) -> str | None:
+        """How each parameter of a checkpoint is stored as codes, the text of storage.json.
+
+        None where the weight type, the target and the shapes say it.
+        """
+        if not self.job.params or self.checkpoint is None or self.weights in FLOATS:
+            return None
+        fields = {
+            "files": self._weight_files(),
+            "weights": self.weights,
+            "words": self._words,
+            "source": self._sources("emit.__main__", "emit.storage"),
+            "tools": versions(self._readers()),
+        }
+
+        def produce(scratch: Path) -> dict[str, Path]:
+            assert self.checkpoint is not None
+            out = scratch / "out"
+            arguments = ["storage", self.checkpoint.place, "--weights", self.weights]
+            process.run_module("emit", [*arguments, "--words", self._words, "--out", out], scratch)
+            return {"storage": out / "storage.json"}
+
+        result = self.run_action(Action("storage", fields, self.job.about), produce)
+        return self.store.path(result.outputs["storage"]).read_text(encoding="utf-8")
+
+    @property
+    def _words(self) -> str:
+        """The float types that the target stores."""
+        return ",".join(word for word in FLOATS if word in self.job.target.weights)
+
+    @property
+    def _stored(self) -> dict[str, Any]:
+        """The fields of a key that say how parameters are stored."""
+        if self.weights in FLOATS:
+            return {"weights": self.weights}
+        return {"weights": self.weights, "words": self._words, "storage": self.storage}
+
+    def _storage_arguments(self, scratch: Path) -> list[str | Path]:
+        arguments: list[str | Path] = ["--weights", self.weights, "--words", self._words]
+        if self.storage is not None:
+            (scratch / "storage.json").write_text(self.storage, encoding="utf-8")
+            arguments += ["--storage", scratch / "storage.json"]
+        return arguments
+
     # Convert
 
     @cached_property
@@ -209,16 +255,17 @@ class Stages:
         )
         fields = {
             "files": self._weight_files(),
-            "weights": self.weights,
+            **self._stored,
             "recipe_config": wanted,
-            "source": self._sources("emit.__main__", "emit.checkpoint", "emit.weights"),
+            "source": self._sources("emit.__main__", "emit.checkpoint", "emit.convert"),
             "tools": versions(["numpy", "ml-dtypes", *self._readers()]),
         }
 
         def produce(scratch: Path) -> dict[str, Path]:
             assert self.checkpoint is not None
             out = scratch / "out"
-            arguments = ["convert", self.checkpoint.place, "--weights", self.weights, "--out", out]
+            arguments = ["convert", self.checkpoint.place, *self._storage_arguments(scratch)]
+            arguments += ["--out", out]
             arguments += [] if wanted is None else ["--expect-config", wanted]
             self.log.add(process.run_module("emit", arguments, scratch))
             return {"params": out / "params.irpa", "report": out / "params.json"}
@@ -237,7 +284,7 @@ class Stages:
         fields = {
             "config": self.config,
             "generation_config": generation,
-            "weights": self.weights,
+            **self._stored,
             "shape": self.job.shape.name,
             "kernels": self.job.kernels,
             "source": self._sources("emit.__main__", "emit.stablehlo"),
@@ -267,7 +314,7 @@ class Stages:
     def _config_arguments(self, scratch: Path) -> list[str | Path]:
         path = scratch / "config.json"
         path.write_text(self.config, encoding="utf-8")
-        return ["--config", path, "--weights", self.weights, "--shape", self.job.shape.name]
+        return ["--config", path, "--shape", self.job.shape.name, *self._storage_arguments(scratch)]
 
     @property
     def interface(self) -> dict[str, Any]:
@@ -326,7 +373,7 @@ class Stages:
             "interface": self.emit.outputs["interface.json"].sha256,
             "config": self.config,
             "shape": self.job.shape.name,
-            "weights": self.weights,
+            **self._stored,
             "params": blob.sha256,
             "seed": SEED,
             "tokens": tokens if self.job.params else 0,

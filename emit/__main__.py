@@ -13,9 +13,16 @@ import sys
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from emit.errors import EmitError
+
+if TYPE_CHECKING:
+    from emit.storage import Storage
+    from emit.weights import WeightMap
+
+FLOATS = ("f32", "bf16", "f16")  # as in emit.storage, which imports JAX
+TYPES = (*FLOATS, "int8", "int4")
 
 
 @contextlib.contextmanager
@@ -30,10 +37,10 @@ def _named(origin: object) -> Iterator[None]:
 
 
 def _convert(args: argparse.Namespace) -> None:
+    from emit.convert import convert
     from emit.dequant import dequantized
     from emit.entry import Model
     from emit.gguf_checkpoint import opened
-    from emit.weights import convert
 
     checkpoint = opened(args.checkpoint)
     if args.expect_config:
@@ -41,20 +48,46 @@ def _convert(args: argparse.Namespace) -> None:
     with _named(args.checkpoint):
         weight_map = Model.of(checkpoint.config).weight_map
         source = dequantized(checkpoint, checkpoint.config)
-        convert(weight_map, source, args.weights, args.out)
+        convert(weight_map, source, _storage(args, weight_map), args.out)
+
+
+def _storage(args: argparse.Namespace, weight_map: WeightMap) -> Storage:
+    """What --storage holds, or the plan for --weights."""
+    from emit.storage import Storage, plan
+
+    if args.storage is None:
+        return plan(weight_map, args.weights, words=args.words.split(","))
+    return Storage.from_json(args.storage.read_text(encoding="utf-8"))
+
+
+def _storage_of(args: argparse.Namespace) -> None:
+    from emit.dequant import dequantized
+    from emit.entry import Model
+    from emit.gguf_checkpoint import opened
+    from emit.storage import plan
+    from emit.weights import resolve
+
+    checkpoint = opened(args.checkpoint)
+    with _named(args.checkpoint):
+        weight_map = Model.of(checkpoint.config).weight_map
+        source = dequantized(checkpoint, checkpoint.config)
+        chosen = resolve(weight_map, source)
+        found = plan(weight_map, args.weights, source, chosen, args.words.split(","))
+    (args.out / "storage.json").write_text(found.to_json(), encoding="utf-8")
 
 
 def _type(args: argparse.Namespace) -> None:
     from emit.dequant import dequantized
     from emit.entry import Model
     from emit.gguf_checkpoint import opened
-    from emit.weights import checkpoint_type, resolve
+    from emit.storage import own_type
+    from emit.weights import resolve
 
     checkpoint = opened(args.checkpoint)
     with _named(args.checkpoint):
         weight_map = Model.of(checkpoint.config).weight_map
         source = dequantized(checkpoint, checkpoint.config)
-        word = checkpoint_type(weight_map, source, resolve(weight_map, source))
+        word = own_type(weight_map, source, resolve(weight_map, source))
     (args.out / "type.txt").write_text(word + "\n")
 
 
@@ -110,14 +143,15 @@ def _graphs(args: argparse.Namespace) -> None:
             f"shape {shape.name}: {model.name} keeps no KV cache, so there is no context to bound; "
             f"leave out -c{shape.context}"
         )
-    params = param_structs(model, args.weights)
+    storage = _storage(args, model.weight_map)
+    params = param_structs(model, storage)
     eos: tuple[int, ...] = ()
     if args.generation_config:
         eos = token_ids(read_config_file(args.generation_config).get("eos_token_id"))
     for entry in entries(model, shape):
         text = lower(entry, params, by_kernels=args.kernels)
         (args.out / f"{entry.name}.mlir").write_text(text, encoding="utf-8")
-    content = json.dumps(interface(model, shape, args.weights, eos), indent=1, sort_keys=True)
+    content = json.dumps(interface(model, shape, storage, eos), indent=1, sort_keys=True)
     (args.out / "interface.json").write_text(content + "\n")
 
 
@@ -134,7 +168,7 @@ def _expect(args: argparse.Namespace) -> None:
     from emit.shape import Shape
 
     model = Model.of(read_config_file(args.config), Shape.parse(args.shape).context)
-    params = expect.load_params(model, args.weights, args.params)
+    params = expect.load_params(model, _storage(args, model.weight_map), args.params)
     if args.inputs:
         expect.expected(model, Shape.parse(args.shape), params, args.inputs, args.out)
     content = expect.reference(model, params, args.seed, args.new_tokens)
@@ -152,12 +186,14 @@ def _parser() -> argparse.ArgumentParser:
     gguf.set_defaults(run=_gguf)
     convert = commands.add_parser("convert", help="checkpoint → params.irpa, params.json")
     convert.add_argument("checkpoint", type=Path)
-    convert.add_argument("--weights", required=True, choices=("f32", "bf16", "f16"))
     convert.add_argument("--expect-config", help="JSON the checkpoint's config must agree with")
     convert.set_defaults(run=_convert)
     kind = commands.add_parser("type", help="checkpoint directory → type.txt, its weight type")
     kind.add_argument("checkpoint", type=Path)
     kind.set_defaults(run=_type)
+    storage = commands.add_parser("storage", help="checkpoint → storage.json, how each is stored")
+    storage.add_argument("checkpoint", type=Path)
+    storage.set_defaults(run=_storage_of)
     graphs = commands.add_parser("graphs", help="config and shape → <entry>.mlir, interface.json")
     graphs.add_argument("--generation-config", type=Path, help="generation_config.json, for eos")
     graphs.add_argument("--origin", default="config", help="what to call the config in errors")
@@ -174,9 +210,13 @@ def _parser() -> argparse.ArgumentParser:
     wanted.set_defaults(run=_expect)
     for sub in (graphs, wanted):
         sub.add_argument("--config", type=Path, required=True)
-        sub.add_argument("--weights", required=True, choices=("f32", "bf16", "f16"))
         sub.add_argument("--shape", required=True)
-    for sub in (pth, gguf, kind, convert, graphs, objects, wanted):
+    for sub in (convert, graphs, wanted):
+        sub.add_argument("--storage", type=Path, help="storage.json; of the shapes alone if absent")
+    for sub in (convert, storage, graphs, wanted):
+        sub.add_argument("--weights", required=True, choices=TYPES)
+        sub.add_argument("--words", default=",".join(FLOATS), help="float types of the target")
+    for sub in (pth, gguf, kind, convert, storage, graphs, objects, wanted):
         sub.add_argument("--out", type=Path, required=True)
     return parser
 

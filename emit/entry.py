@@ -15,9 +15,13 @@ from jax import Array, ShapeDtypeStruct
 
 from emit import config, dequant
 from emit.errors import EmitError
+from emit.irpa import Tensor
+from emit.ops.quantized import Quantized
+from emit.packed import Layout
 from emit.shape import Shape
 from emit.state import DTYPES, WORDS, StateSpec
-from emit.weights import WeightMap, describe
+from emit.storage import Storage, plan
+from emit.weights import WeightMap
 
 DEFAULT_CONTEXT = 4096  # tokens
 
@@ -74,6 +78,10 @@ class Model:
             guess = cls(name, family, cfg, raw, min(bound, DEFAULT_CONTEXT))
             return guess if guess.keeps_kv else cls(name, family, cfg, raw)
         return cls(name, family, cfg, raw, context)
+
+    def storage(self, weights: str) -> Storage:
+        """How parameters of a checkpoint that is not quantised are stored as `weights`."""
+        return plan(self.weight_map, weights)
 
     @property
     def keeps_kv(self) -> bool:
@@ -211,15 +219,28 @@ def entries(model: Model, shape: Shape) -> list[Entry]:
     return [*prefills, *batched]
 
 
-def param_structs(model: Model, weights: str) -> dict[str, ShapeDtypeStruct]:
-    """Abstract values of all parameters under the weight type `weights`."""
-    return {
-        spec.name: ShapeDtypeStruct(spec.shape, DTYPES[spec.dtype])
-        for spec in model.weight_map.specs(weights)
-    }
+def params_of(model: Model, storage: Storage, of: Callable[[Tensor], Any]) -> dict[str, Any]:
+    """All parameters by name: what `of` makes of their tensors in the archive."""
+    found: dict[str, Any] = {}
+    for param in model.weight_map.params:
+        parts = [of(tensor) for tensor in storage.tensors(param)]
+        how = storage.of(param)
+        if isinstance(how, Layout):
+            codes, scales, *offsets = parts
+            found[param.name] = Quantized(codes, scales, offsets[0] if offsets else None, how)
+        else:
+            (found[param.name],) = parts
+    return found
 
 
-def interface(model: Model, shape: Shape, weights: str, eos: tuple[int, ...]) -> dict[str, Any]:
+def param_structs(model: Model, storage: Storage) -> dict[str, Any]:
+    """Abstract values of all parameters."""
+    return params_of(
+        model, storage, lambda tensor: ShapeDtypeStruct(tensor.shape, DTYPES[tensor.dtype])
+    )
+
+
+def interface(model: Model, shape: Shape, storage: Storage, eos: tuple[int, ...]) -> dict[str, Any]:
     """What the manifest says of the graph (see README, "The manifest")."""
 
     def described(rows: Sequence[tuple[str, ShapeDtypeStruct]]) -> list[dict[str, Any]]:
@@ -252,11 +273,11 @@ def interface(model: Model, shape: Shape, weights: str, eos: tuple[int, ...]) ->
             }
             for spec in model.state
         ],
-        "params": [describe(param, weights) for param in model.weight_map.params],
+        "params": storage.describe(model.weight_map),
         "numerics": {
-            "weights": weights,
+            "weights": storage.weights,
             "accumulate": "f32",
             "activations": "f32",
-            "quantization": None,
+            "quantization": storage.quantization,
         },
     }

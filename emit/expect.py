@@ -18,17 +18,18 @@ import jax.numpy as jnp
 import numpy as np
 
 from emit import irpa
-from emit.entry import Model, entries
+from emit.entry import Model, entries, params_of
 from emit.shape import Shape
+from emit.storage import Storage
 
 PROMPT_LENGTHS = (1, 3, 9, 19, 40)
 TOP = 8
 
 
-def load_params(model: Model, weights: str, path: Path) -> dict[str, jax.Array]:
+def load_params(model: Model, storage: Storage, path: Path) -> dict[str, Any]:
     """The parameters of the archive `path`, as JAX arrays in their stored types."""
-    specs = model.weight_map.specs(weights)
-    return {name: jnp.asarray(array) for name, array in irpa.read(path, specs).items()}
+    found = irpa.read(path, storage.specs(model.weight_map))
+    return params_of(model, storage, lambda tensor: jnp.asarray(found[tensor.name]))
 
 
 def expected(

@@ -41,7 +41,13 @@ def lower(entry: Entry, params: Mapping[str, Any], by_kernels: bool = False) -> 
     if "custom_call" in text:
         call = re.search(r"custom_call @?\S+", text)
         raise EmitError(f"{entry.name}: lowers to {call[0] if call else 'a custom call'}")
-    return _with_parameters(text, entry, sorted(used))
+    return _with_parameters(text, entry, _names(used))
+
+
+def _names(params: Mapping[str, Any]) -> list[str]:
+    """What the archive calls the leaves of `params`, in the order that JAX takes them in."""
+    paths, _ = jax.tree_util.tree_flatten_with_path(params)
+    return [".".join(str(getattr(k, "key", getattr(k, "name", k))) for k in p) for p, _ in paths]
 
 
 def _with_parameters(text: str, entry: Entry, params: list[str]) -> str:

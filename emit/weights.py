@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import difflib
-import json
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Literal, Protocol
 
 import numpy as np
 
-from emit import irpa
 from emit.errors import EmitError
 from emit.forms import Form, choose, depthwise_kernel, trailing_kernel
-from emit.state import DTYPES, WORDS
 
 SHOWN = 20  # problems of a checkpoint that are named
 LONGEST = 200  # characters of a name for which the nearest is looked for
+Use = Literal["product", "table", "kept"]
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")  # of a layer, an expert …
 
 
@@ -48,9 +47,11 @@ class Source(Protocol):
 class Param:
     """One canonical parameter of `shape`, and the `forms` that a checkpoint may hold it in.
 
-    A `matrix` is stored in the recipe's weight type, everything else in float32. `offset` and
-    `scale` say how to draw a random stand-in: offset + scale × standard normal. `experts` says that
-    the first axis is one of experts, of which a token takes a few.
+    A `matrix` is stored in the recipe's weight type, everything else in float32. Of the types that
+    are codes, `use` says more: a `table` of embeddings, or the head, has at least eight bits, and
+    what is `kept` is not quantised, unless the checkpoint has it so. `offset` and `scale` say how
+    to draw a random stand-in: offset + scale × standard normal. `experts` says that the first axis
+    is one of experts, of which a token takes a few.
     """
 
     name: str
@@ -60,10 +61,12 @@ class Param:
     offset: float = 0.0
     scale: float = 0.02
     experts: bool = False
+    use: Use = "product"
 
-    def spec(self, weights: str) -> irpa.Tensor:
-        """This parameter as stored under the weight type `weights`."""
-        return irpa.Tensor(self.name, weights if self.matrix else "f32", self.shape)
+    @property
+    def size(self) -> int:
+        """Its numbers."""
+        return math.prod(self.shape)
 
 
 @dataclass(frozen=True)
@@ -78,23 +81,19 @@ class WeightMap:
     unused: frozenset[str] = field(default_factory=frozenset)
     copies: Mapping[str, str] = field(default_factory=dict)
 
-    def specs(self, weights: str) -> list[irpa.Tensor]:
-        """Storage specs in file order."""
-        return [param.spec(weights) for param in self.params]
-
 
 def vector(name: str, size: int, prefix: str, offset: float = 0.0, scale: float = 0.02) -> Param:
     """A float32 vector stored under `prefix + name`."""
     return Param(name, (size,), (Form((prefix + name,), (size,)),), offset=offset, scale=scale)
 
 
-def matrix(name: str, shape: tuple[int, int], *sources: str) -> Param:
-    """A projection [outputs, inputs] under one of the names `sources`.
+def matrix(name: str, shape: tuple[int, int], *sources: str, use: Use = "product") -> Param:
+    """A projection [outputs, inputs], or a table [tokens, size], under one of the names `sources`.
 
     Random stand-ins are drawn with variance 1/inputs.
     """
     forms = tuple(Form((source,), shape) for source in sources)
-    return Param(name, shape, forms, matrix=True, scale=shape[1] ** -0.5)
+    return Param(name, shape, forms, matrix=True, scale=shape[1] ** -0.5, use=use)
 
 
 def kernel(name: str, width: int, channels: int, *sources: str) -> Param:
@@ -129,7 +128,9 @@ def with_head(
     """The map of a model whose last product is `lm_head.weight` [V, D] or, tied, its embeddings."""
     if tied:
         return WeightMap(tuple(rows), unused, {"lm_head.weight": embeddings})
-    return WeightMap((*rows, matrix("lm_head.weight", table, "lm_head.weight")), unused)
+    return WeightMap(
+        (*rows, matrix("lm_head.weight", table, "lm_head.weight", use="table")), unused
+    )
 
 
 def resolve(weight_map: WeightMap, source: Source) -> dict[str, Form]:
@@ -141,7 +142,7 @@ def resolve(weight_map: WeightMap, source: Source) -> dict[str, Form]:
     problems: dict[str, None] = {}
     chosen: dict[str, Form] = {}
     wanted = {name for param in weight_map.params for form in param.forms for name in form.names}
-    used = _unused(weight_map, source) | wanted
+    used = known_unused(weight_map, source) | wanted
     for param in weight_map.params:
         form, wrong = choose(param.forms, source.tensors)
         problems |= dict.fromkeys(wrong)
@@ -172,85 +173,8 @@ def _strangers(names: Sequence[str], wanted: set[str]) -> list[str]:
     return lines
 
 
-def _unused(weight_map: WeightMap, source: Source) -> set[str]:
+def known_unused(weight_map: WeightMap, source: Source) -> set[str]:
     """The checkpoint's tensors that are known and not used."""
     begin = tuple(name for name in weight_map.unused if name.endswith("."))
     known = weight_map.unused | set(weight_map.copies)
     return {name for name in source.tensors if name in known or (begin and name.startswith(begin))}
-
-
-def checkpoint_type(weight_map: WeightMap, source: Source, chosen: Mapping[str, Form]) -> str:
-    """The one dtype word of all matrices in the checkpoint, `f32` if they differ."""
-    matrices = [name for p in weight_map.params if p.matrix for name in chosen[p.name].names]
-    found = {source.tensors[name].dtype for name in matrices}
-    word = found.pop() if len(found) == 1 else "f32"
-    return word if word in ("bf16", "f16") else "f32"
-
-
-def narrow(name: str, array: np.ndarray, dtype: np.dtype) -> np.ndarray:
-    """`array` as `dtype`; EmitError if a finite value becomes infinite or a value is not finite."""
-    if array.dtype not in WORDS or array.dtype.kind in "iu":
-        raise EmitError(f"{name}: found dtype {array.dtype}, expected float32, bfloat16 or float16")
-    wide = array.astype(np.float32)
-    if not np.isfinite(wide).all():
-        raise EmitError(f"{name}: holds NaN or infinity; the checkpoint is damaged")
-    if array.dtype == dtype:
-        return array
-    with np.errstate(over="ignore"):
-        out = wide.astype(dtype)
-    if not np.isfinite(out.astype(np.float32)).all():
-        largest = float(np.abs(wide).max())
-        raise EmitError(f"{name}: {largest:g} does not fit in {dtype}; use weights=f32 or bf16")
-    return out
-
-
-def convert(weight_map: WeightMap, source: Source, weights: str, out: Path) -> dict[str, Any]:
-    """Write `out`/params.irpa and `out`/params.json; returns what the latter holds.
-
-    `weights` is `f32`, `bf16` or `f16`. One parameter at a time is in memory.
-    """
-    chosen = resolve(weight_map, source)
-    _check_copies(weight_map, source, chosen)
-    specs = weight_map.specs(weights)
-
-    def arrays() -> Iterator[np.ndarray]:
-        for param, spec in zip(weight_map.params, specs, strict=True):
-            form = chosen[param.name]
-            parts = [
-                narrow(name, form.transform(source.read(name)), DTYPES[spec.dtype])
-                for name in form.names
-            ]
-            yield np.stack(parts) if form.stacked else parts[0]
-
-    irpa.write(out / "params.irpa", specs, arrays())
-    report = {
-        "weights": weights,
-        "params": [describe(param, weights) for param in weight_map.params],
-        "unused": sorted(_unused(weight_map, source)),
-    }
-    (out / "params.json").write_text(json.dumps(report, indent=1, sort_keys=True) + "\n")
-    return report
-
-
-def _check_copies(weight_map: WeightMap, source: Source, chosen: Mapping[str, Form]) -> None:
-    """EmitError for a second copy that differs: the config says that it is not used."""
-    for name, param in weight_map.copies.items():
-        if name not in source.tensors:
-            continue
-        (original,) = chosen[param].names
-        if not np.array_equal(source.read(name), source.read(original)):
-            raise EmitError(
-                f"{source.dir}: {name} differs from {original}, but config.json ties them; "
-                'set "tie_word_embeddings": false there if both are meant'
-            )
-
-
-def describe(param: Param, weights: str) -> dict[str, Any]:
-    """The manifest's row for `param`."""
-    return {
-        "name": param.name,
-        "dtype": param.spec(weights).dtype,
-        "shape": list(param.shape),
-        "offset": param.offset,
-        "scale": param.scale,
-    }

@@ -15,7 +15,7 @@ import yaml
 from recipes.shape import Shape, ShapeError
 from recipes.strict import Fields, boolean, mapping, one_of, sequence, string, strings
 
-WEIGHT_TYPES = ("f32", "f16", "bf16")
+WEIGHT_TYPES = ("f32", "f16", "bf16", "int8", "int4")
 RUNS_HERE = ("host", "driver", "emulator", "never")
 
 # device -> the flags that select it, so that a recipe lists only what is its own

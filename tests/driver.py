@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from emit import expect, weights
+from emit import expect
 from emit.checkpoint import open_checkpoint
+from emit.convert import convert
 from emit.dequant import dequantized
 from emit.entry import Model
 
@@ -37,8 +38,8 @@ class Driver:
         model = Model.of(opened.config, context)
         with tempfile.TemporaryDirectory() as out:
             source = dequantized(opened, opened.config)
-            weights.convert(model.weight_map, source, kind, Path(out))
-            params = expect.load_params(model, kind, Path(out) / "params.irpa")
+            convert(model.weight_map, source, model.storage(kind), Path(out))
+            params = expect.load_params(model, model.storage(kind), Path(out) / "params.irpa")
             return cls(model, {name: jnp.array(p, copy=True) for name, p in params.items()})
 
     @cached_property

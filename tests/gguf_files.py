@@ -13,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from driver import CONTEXT, Driver
 
-from emit import expect, weights
+from emit import expect
+from emit.convert import convert
 from emit.dequant import dequantized
 from emit.entry import Model
 
@@ -32,8 +33,8 @@ def driver(checkpoint: Any) -> Driver:
     model = Model.of(checkpoint.config, CONTEXT)
     with tempfile.TemporaryDirectory() as out:
         source = dequantized(checkpoint, checkpoint.config)
-        weights.convert(model.weight_map, source, "f32", Path(out))
-        params = expect.load_params(model, "f32", Path(out) / "params.irpa")
+        convert(model.weight_map, source, model.storage("f32"), Path(out))
+        params = expect.load_params(model, model.storage("f32"), Path(out) / "params.irpa")
         return Driver(model, {name: jnp.array(p, copy=True) for name, p in params.items()})
 
 

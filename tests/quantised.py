@@ -121,7 +121,7 @@ def converts(directory: Path, means: Mapping[str, np.ndarray]) -> None:
         out = directory.parent / f"{checkpoint.name}-out"
         assert main(["convert", str(checkpoint), "--weights", "f32", "--out", str(out)]) == 0
         model = Model.of(open_checkpoint(checkpoint).config)
-        found.append(load_params(model, "f32", out / "params.irpa"))
+        found.append(load_params(model, model.storage("f32"), out / "params.irpa"))
     assert found[0].keys() == found[1].keys()
     for name, wanted in found[1].items():
         np.testing.assert_array_equal(np.asarray(found[0][name]), np.asarray(wanted))

@@ -40,7 +40,8 @@ def published(name: str, weights: str, shape: str, tmp_path: Path) -> mf.Manifes
     """A manifest with the parameters and states of a recipe's model, as emitted."""
     recipe = yaml.safe_load((ROOT / "recipes" / "models" / f"{name}.yaml").read_text())
     config = {"model_type": recipe["family"], **recipe["config"]}
-    content = interface(Model.of(config), Shape.parse(shape), weights, ())
+    model = Model.of(config)
+    content = interface(model, Shape.parse(shape), model.storage(weights), ())
     (tmp_path / "interface.json").write_text(json.dumps(content))
     read = mf.load_interface(tmp_path / "interface.json")
     files = mf.Files(mf.FileRef("m", "0" * 64, 1), None, None, ())

@@ -203,9 +203,9 @@ def test_token_ids() -> None:
 
 def test_interface_takes_eos_of_the_config_unless_given_another() -> None:
     model, shape = Model.of({**MAMBA2, "eos_token_id": [2, 5]}), Shape.parse("b2-p4")
-    assert interface(model, shape, "f32", ())["eos_token_ids"] == [2, 5]
-    assert interface(model, shape, "f32", (9,))["eos_token_ids"] == [9]
-    content = interface(model, shape, "bf16", ())
+    assert interface(model, shape, model.storage("f32"), ())["eos_token_ids"] == [2, 5]
+    assert interface(model, shape, model.storage("f32"), (9,))["eos_token_ids"] == [9]
+    content = interface(model, shape, model.storage("bf16"), ())
     assert json.loads(json.dumps(content)) == content
     assert content["bos_token_id"] == 1 and content["vocab_size"] == 97
 

@@ -11,12 +11,14 @@ import numpy as np
 import pytest
 from arranged import groups, joined, stacked
 
-from emit import irpa, weights
+from emit import irpa
 from emit.checkpoint import open_checkpoint
+from emit.convert import convert
 from emit.entry import Model
 from emit.errors import EmitError
 from emit.forms import Divided, Form, choose, copy, first_half
 from emit.packed import Layout, Packed
+from emit.storage import plan
 
 SPARSE = ("jamba/plain", "nemotron_h/latent_experts", "qwen3_next/plain", "qwen3_5_moe/plain")
 
@@ -25,8 +27,8 @@ def converted(directory: Path, tensors: cases.Tensors) -> dict[str, np.ndarray]:
     cases.write_tensors(directory, tensors)
     source = open_checkpoint(directory)
     weight_map = Model.of(source.config).weight_map
-    weights.convert(weight_map, source, "f32", directory)
-    found = irpa.read(directory / "params.irpa", weight_map.specs("f32"))
+    convert(weight_map, source, plan(weight_map, "f32"), directory)
+    found = irpa.read(directory / "params.irpa", plan(weight_map, "f32").specs(weight_map))
     return {name: np.array(array) for name, array in found.items()}
 
 

@@ -74,7 +74,7 @@ def linked(layers: int) -> str:
     changed |= {"state_size": 16, "vocab_size": 256}
     model = Model.of({"model_type": recipe["family"], **recipe["config"], **changed})
     found = entries(model, Shape.parse("b2-p32"))
-    structs = param_structs(model, "bf16")
+    structs = param_structs(model, model.storage("bf16"))
     return link([(entry.name, lower(entry, structs)) for entry in found])
 
 

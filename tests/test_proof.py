@@ -157,7 +157,8 @@ def plant(stages: Stages, directory: Path) -> set[str]:
     directory.mkdir()
     for entry in entries(model, Shape.parse(building.SHAPE)):
         path = directory / f"{entry.name}.mlir"
-        text = lower(entry, param_structs(model, "f32"), by_kernels=stages.job.kernels)
+        params = param_structs(model, model.storage("f32"))
+        text = lower(entry, params, by_kernels=stages.job.kernels)
         path.write_text(text, encoding="utf-8")
         blob = stages.store.put_file(path)
         if blob != outputs[path.name]:
@@ -369,7 +370,7 @@ def target(place: Place, name: str, *flag_lists: tuple[str, ...]) -> str:
     usual = ("--iree-opt-level=O2", f"{FUSION}=false", "--iree-opt-const-expr-hoisting=false")
     fast, *safe = [json.dumps([*usual, *flags]) for flags in flag_lists]
     path = place.work / f"{name}.yaml"
-    rest = "weights: [f32, f16, bf16]\nruns_here: host\n"
+    rest = "weights: [f32, f16, bf16, int8, int4]\nruns_here: host\n"
     path.write_text(f"{lines}flags: {fast}\nsafe_flags: [{', '.join(safe)}]\n{rest}")
     return f"target={path}"
 

@@ -69,7 +69,7 @@ def test_the_ids_that_end_a_text_may_stand_in_the_text_config() -> None:
     config = {**cases.full_config(case), "eos_token_id": [3, 4], "bos_token_id": 2}
 
     def ends(raw: dict[str, Any]) -> tuple[Any, Any]:
-        found = interface(Model.of(raw), Shape.parse("b1-p8"), "f32", ())
+        found = interface(Model.of(raw), Shape.parse("b1-p8"), Model.of(raw).storage("f32"), ())
         return found["eos_token_ids"], found["bos_token_id"]
 
     assert ends(with_images(config)) == ([3, 4], 2)

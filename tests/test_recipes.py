@@ -49,7 +49,7 @@ flags:
   - --iree-cuda-target=sm_80
 safe_flags:
   - [--iree-opt-level=O0]
-weights: [f32, f16]
+weights: [f32, f16, int8, int4]
 substitute: {bf16: f16}
 runs_here: never
 """
@@ -171,7 +171,7 @@ def replaced(text: str, old: str, new: str) -> str:
         ("revision: main", "revison: main", 4, "unknown key 'revison': did you mean revision"),
         ("weights: bf16", "", 1, "missing key 'weights'"),
         ("weights: bf16", "weights: bf61", 5, "weights: 'bf61' is not known: did you mean bf16"),
-        ("weights: bf16", "weights: int8", 5, "weights: 'int8' is not known"),
+        ("weights: bf16", "weights: int2", 5, "weights: 'int2' is not known"),
         ("weights: bf16", "weights: [bf16]", 5, "weights: expected text, found a list"),
         ("about: a test", "about: 3", 1, "about: expected text, found int 3"),
         ("about: a test", "about:", 1, "about: expected text, found nothing"),
@@ -219,9 +219,9 @@ def test_faulty_model_recipe_names_file_and_line(
         ("runs_here: never", "runs_here: never\ncpu: host", 11, "cpu: only for device local"),
         ("{bf16: f16}", "{}", 9, "substitute: bf16 must be in exactly one of"),
         ("{bf16: f16}", "{bf16: f16, f16: f32}", 9, "substitute: f16 must be in exactly one of"),
-        ("{bf16: f16}", "{bf16: int8}", 9, "substitute: bf16: 'int8' is not one of"),
-        ("{bf16: f16}", "{bf16: f16, int8: f32}", 9, "substitute: 'int8'"),
-        ("[f32, f16]", "[f32, f32]", 8, "weights: expected distinct types"),
+        ("{bf16: f16}", "{bf16: int2}", 9, "substitute: bf16: 'int2' is not one of"),
+        ("{bf16: f16}", "{bf16: f16, int2: f32}", 9, "substitute: 'int2'"),
+        ("[f32, f16, int8, int4]", "[f32, f32]", 8, "weights: expected distinct types"),
         ("cuda\nuri: cuda", "local\nuri: local-task", 1, "cpu: missing"),
         ("cuda\nuri: cuda", "local\ncpu: x86-64-v3\nuri: local-task", 1, "triple: missing"),
         ("cuda\nuri: cuda", "local\ncpu: host\ntriple: a-b\nuri: local-task", 4, "triple: only"),

@@ -37,7 +37,7 @@ HYBRID = "nemotron_h/all_kinds"
 def texts(config: dict[str, Any], kind: str, shape: Shape = SHAPE) -> dict[str, str]:
     """Emitted text of every entry."""
     model = Model.of(config)
-    params = param_structs(model, kind)
+    params = param_structs(model, model.storage(kind))
     return {entry.name: lower(entry, params) for entry in entries(model, shape)}
 
 
@@ -57,7 +57,7 @@ def signature(text: str, name: str) -> tuple[list[str], list[str]]:
 def test_text_is_one_module_with_external_parameters(name: str, kind: str) -> None:
     config = case_config(name)
     model = Model.of(config)
-    specs = {spec.name: spec for spec in model.weight_map.specs(kind)}
+    specs = {spec.name: spec for spec in model.storage(kind).specs(model.weight_map)}
     for entry, text in texts(config, kind).items():
         assert text.startswith(f"module @{entry} {{\n") and text.endswith("\n}\n")
         assert "custom_call" not in text and "loc(" not in text and str(ROOT) not in text
@@ -99,7 +99,7 @@ def test_signatures_are_the_declared_ones(name: str) -> None:
         return ["x".join([*map(str, s.shape), words[s.dtype]]) for _, s in rows]
 
     for entry in entries(model, SHAPE):
-        text = lower(entry, param_structs(model, "f32"))
+        text = lower(entry, param_structs(model, model.storage("f32")))
         assert signature(text, entry.name) == (kinds(entry.arguments), kinds(entry.outputs))
 
 
@@ -107,7 +107,7 @@ def test_signatures_are_the_declared_ones(name: str) -> None:
 def test_every_state_comes_back_in_place_or_in_storage_that_nothing_reads(name: str) -> None:
     model = Model.of(case_config(name))
     for entry in entries(model, SHAPE):
-        text = lower(entry, param_structs(model, "f32"))
+        text = lower(entry, param_structs(model, model.storage("f32")))
         line = next(line for line in text.split("\n") if "func.func public" in line)
         arguments = line.split(") -> ", 1)[0].split("%")[1:]
         assert len(arguments) == len(entry.inputs) + len(entry.storage) == len(entry.arguments)

@@ -16,9 +16,11 @@ import pytest
 
 from emit import irpa, weights
 from emit.checkpoint import Checkpoint, open_checkpoint
+from emit.convert import convert
 from emit.entry import Model
 from emit.errors import EmitError
 from emit.state import DTYPES
+from emit.storage import own_type, plan
 
 ROOT = Path(__file__).parents[1]
 PLAIN = cases.find("mamba2/plain")
@@ -38,8 +40,8 @@ def converted(source: Checkpoint, kind: str, out: Path) -> dict[str, np.ndarray]
     """Canonical parameters as they come back from the archive."""
     weight_map = Model.of(source.config).weight_map
     out.mkdir(exist_ok=True)
-    weights.convert(weight_map, source, kind, out)
-    return dict(irpa.read(out / "params.irpa", weight_map.specs(kind)))
+    convert(weight_map, source, plan(weight_map, kind), out)
+    return dict(irpa.read(out / "params.irpa", plan(weight_map, kind).specs(weight_map)))
 
 
 def refused(source: Checkpoint, out: Path, kind: str = "f32") -> str:
@@ -80,7 +82,8 @@ def test_report_tells_what_was_stored(tmp_path: Path) -> None:
     source = opened(tmp_path / "checkpoint", cases.tensors(PLAIN))
     converted(source, "bf16", tmp_path)
     report = json.loads((tmp_path / "params.json").read_text())
-    specs = Model.of(source.config).weight_map.specs("bf16")
+    model = Model.of(source.config)
+    specs = model.storage("bf16").specs(model.weight_map)
     assert report["weights"] == "bf16" and report["unused"] == []
     assert [(p["name"], p["dtype"], tuple(p["shape"])) for p in report["params"]] == [
         (spec.name, spec.dtype, spec.shape) for spec in specs
@@ -132,7 +135,8 @@ def test_tied_head_that_differs_is_refused(tmp_path: Path) -> None:
     tensors["lm_head.weight"] = tensors["backbone.embeddings.weight"] * np.float32(1.01)
     source = opened(tmp_path / "checkpoint", tensors, TIED)
     with pytest.raises(EmitError, match=r"lm_head.weight differs from backbone.embeddings.weight"):
-        weights.convert(Model.of(source.config).weight_map, source, "f32", tmp_path)
+        model = Model.of(source.config)
+        convert(model.weight_map, source, model.storage("f32"), tmp_path)
 
 
 def test_tied_models_may_carry_their_head(tmp_path: Path) -> None:
@@ -200,14 +204,16 @@ def test_checkpoint_type_is_that_of_its_matrices(
     source = opened(tmp_path / "checkpoint", tensors)
     weight_map = Model.of(source.config).weight_map
     chosen = weights.resolve(weight_map, source)
-    assert weights.checkpoint_type(weight_map, source, chosen) == want
+    assert own_type(weight_map, source, chosen) == want
 
 
 def test_specs_need_no_checkpoint_and_agree_with_it() -> None:
     """What shape-only builds use is what a conversion stores, type by type."""
     weight_map = Model.of(cases.full_config(PLAIN)).weight_map
-    for param, spec in zip(weight_map.params, weight_map.specs("f16"), strict=True):
-        row = weights.describe(param, "f16")
+    storage = plan(weight_map, "f16")
+    rows = storage.describe(weight_map)
+    specs = storage.specs(weight_map)
+    for param, spec, row in zip(weight_map.params, specs, rows, strict=True):
         assert (row["name"], row["dtype"], tuple(row["shape"])) == (
             spec.name,
             spec.dtype,
@@ -228,7 +234,8 @@ def test_the_command_converts_and_says_in_one_line_why_it_cannot(tmp_path: Path)
     checkpoint = cases.build(PLAIN, tmp_path / "checkpoint")
     done = run("convert", str(checkpoint), "--weights", "bf16", "--out", str(tmp_path / "out"))
     assert done.returncode == 0, done.stderr
-    specs = Model.of(cases.full_config(PLAIN)).weight_map.specs("bf16")
+    model = Model.of(cases.full_config(PLAIN))
+    specs = model.storage("bf16").specs(model.weight_map)
     assert irpa.read(tmp_path / "out" / "params.irpa", specs).keys() == {s.name for s in specs}
     tensors = cases.tensors(PLAIN)
     del tensors["lm_head.weight"]

@@ -71,7 +71,7 @@ class Backbone:
         """The token table, each layer's norms and blocks, the last norm and the head."""
         size = (self.vocab_size, self.hidden_size)
         table = self.table + ".weight"
-        rows = [matrix(table, size, self.prefix + table, *self.also)]
+        rows = [matrix(table, size, self.prefix + table, *self.also, use="table")]
         for i, branches in enumerate(self.layers):
             for branch in branches:
                 rows.append(self._norm(f"layers.{i}.{branch.norm}"))

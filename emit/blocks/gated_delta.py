@@ -84,7 +84,10 @@ class GatedDelta:
             sizes = {"qkv": self.conv_dim, "z": values, "b": heads, "a": heads}
             return [
                 matrix(
-                    f"{name}in_proj_{each}.weight", (n, hidden), f"{source}in_proj_{each}.weight"
+                    f"{name}in_proj_{each}.weight",
+                    (n, hidden),
+                    f"{source}in_proj_{each}.weight",
+                    use="kept" if each in "ba" else "product",
                 )
                 for each, n in sizes.items()
             ]
@@ -97,7 +100,9 @@ class GatedDelta:
             sort = partial(grouped_by_kind, groups=self.key_heads, sizes=sizes)
             word = f"in_proj_{each}.weight"
             forms = (Form((source + word,), shape, sort, rows=True),)
-            rows.append(Param(name + word, shape, forms, matrix=True, scale=hidden**-0.5))
+            use = "kept" if each == "ba" else "product"
+            scale = hidden**-0.5
+            rows.append(Param(name + word, shape, forms, matrix=True, scale=scale, use=use))
         return rows
 
     def state(self, context: int | None) -> list[StateSpec]:

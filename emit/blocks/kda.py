@@ -54,7 +54,12 @@ class Kda:
         for gate in "fg":
             sizes |= {f"{gate}_a_proj": (low, hidden), f"{gate}_b_proj": (inner, low)}
         rows = [
-            matrix(f"{name}{each}.weight", size, f"{source}{each}.weight")
+            matrix(
+                f"{name}{each}.weight",
+                size,
+                f"{source}{each}.weight",
+                use="kept" if each[0] in "bfg" else "product",
+            )
             for each, size in sizes.items()
         ]
         rows += [

@@ -58,7 +58,12 @@ class Mamba1:
             "out_proj": (self.hidden_size, inner),
         }
         rows = [
-            matrix(f"{name}{each}.weight", shape, f"{source}{each}.weight")
+            matrix(
+                f"{name}{each}.weight",
+                shape,
+                f"{source}{each}.weight",
+                use="kept" if each == "dt_proj" else "product",
+            )
             for each, shape in widths.items()
         ]
         rows += [

@@ -109,7 +109,8 @@ class Mla:
         )
         size = (self.num_heads, *shape)
         forms = (joint, Form((f"{source}{which}.weight",), size))
-        return Param(f"{name}{which}.weight", size, forms, matrix=True, scale=self.kv_rank**-0.5)
+        scale = self.kv_rank**-0.5
+        return Param(f"{name}{which}.weight", size, forms, matrix=True, scale=scale, use="kept")
 
     def state(self, context: int | None) -> list[StateSpec]:
         """The latents and shared keys [1, 1, C, R + P] of a `context` of C tokens.

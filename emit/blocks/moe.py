@@ -88,7 +88,8 @@ class Moe:
         if self.shared_gate:
             projections[say.shared_gate] = (1, self.hidden_size)
         for which, size in projections.items():
-            rows.append(matrix(f"{name}{which}.weight", size, f"{source}{which}.weight"))
+            use = "kept" if which == say.shared_gate else "product"
+            rows.append(matrix(f"{name}{which}.weight", size, f"{source}{which}.weight", use=use))
             if self.latent_bias and which != say.shared_gate:
                 rows.append(_float32(name, source, f"{which}.bias", size[:1]))
         if self.shared is not None:

@@ -48,7 +48,9 @@ class PlamoMamba:
         prefix = source.removesuffix(name)
 
         def projection(which: str, outputs: int, inputs: int) -> Param:
-            return matrix(f"{name}{which}.weight", (outputs, inputs), f"{source}{which}.weight")
+            use = "kept" if which == "dt_proj" else "product"
+            shape = (outputs, inputs)
+            return matrix(f"{name}{which}.weight", shape, f"{source}{which}.weight", use=use)
 
         return [
             projection("in_proj", 2 * self.inner, self.hidden_size),

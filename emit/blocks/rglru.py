@@ -73,7 +73,8 @@ class Recurrent:
         blocks, biases = (self.num_heads, each, each), (self.num_heads, each)
         for gate in ("rg_lru.input_gate", "rg_lru.recurrent_gate"):
             forms = (Form((f"{source}{gate}_weight",), blocks, transposed),)
-            rows.append(Param(f"{name}{gate}_weight", blocks, forms, matrix=True, scale=each**-0.5))
+            weight, scale = f"{name}{gate}_weight", each**-0.5
+            rows.append(Param(weight, blocks, forms, matrix=True, scale=scale, use="kept"))
             forms = (Form((f"{source}{gate}_bias",), biases, joined),)
             rows.append(Param(f"{name}{gate}_bias", (width,), forms))
         return rows

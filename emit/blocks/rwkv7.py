@@ -74,7 +74,7 @@ class TimeMix:
         for each, rank in ranks.items():
             lora = f"{each}_lora.lora."
             for layer, shape in (("0.weight", (rank, D)), ("2.weight", (A, rank))):
-                rows.append(matrix(name + lora + layer, shape, source + lora + layer))
+                rows.append(matrix(name + lora + layer, shape, source + lora + layer, use="kept"))
             if each != "g":
                 rows.append(vector(f"{name}{lora}2.bias", A, prefix, offset=-1.0, scale=1.0))
         rows.append(self._by_head(name, source, "g_norm.weight", offset=1.0))

@@ -197,7 +197,7 @@ def weights(cfg: Config) -> WeightMap:
     """Canonical names are the checkpoint's without `model.`."""
     table = (cfg.vocab_size, cfg.hidden_size)
     blocks = {"mamba.": cfg.mixer, "self_attn.": cfg.attention, "feed_forward.": cfg.mlp}
-    rows = [matrix("embed_tokens.weight", table, "model.embed_tokens.weight")]
+    rows = [matrix("embed_tokens.weight", table, "model.embed_tokens.weight", use="table")]
     for i in range(cfg.num_hidden_layers):
         base = f"layers.{i}."
         for norm in ("input_layernorm.weight", "pre_ff_layernorm.weight"):

@@ -203,7 +203,7 @@ def _flat(raw: Mapping[str, Any]) -> dict[str, Any]:
 def weights(cfg: Config) -> WeightMap:
     """Canonical names are the checkpoint's without `model.`, and with one `layers.` of two."""
     table, top = (cfg.vocab_size, cfg.hidden_size), "model.layers."
-    rows = [matrix("embed_tokens.weight", table, "model.embed_tokens.weight")]
+    rows = [matrix("embed_tokens.weight", table, "model.embed_tokens.weight", use="table")]
     for i in range(cfg.num_hidden_layers):
         base = f"layers.{i}."
         rows += [vector(f"{base}{name}.weight", cfg.hidden_size, top) for name in OFFSETS]

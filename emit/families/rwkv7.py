@@ -127,7 +127,7 @@ class Config:
 def weights(cfg: Config) -> WeightMap:
     """Canonical names are the checkpoint's without `model.`."""
     table = (cfg.vocab_size, cfg.hidden_size)
-    rows = [matrix("embeddings.weight", table, f"{PREFIX}embeddings.weight")]
+    rows = [matrix("embeddings.weight", table, f"{PREFIX}embeddings.weight", use="table")]
     for i in range(cfg.num_hidden_layers):
         at = f"layers.{i}."
         for norm in cfg.norms(i):

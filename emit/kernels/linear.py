@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from emit import kernels
+from emit.ops.quantized import Quantized, Weight
 
 NAMES = {"float32": "linear_f32", "bfloat16": "linear_bf16", "float16": "linear_f16"}
 MOST_ROWS = 8  # as in linear.c: up to so many rows, the weights are read in the order they lie
@@ -23,8 +24,10 @@ def outputs_per_tile(rows: int, outputs: int, row_bytes: int) -> int:
     return 8 * -(-outputs // (8 * tiles))
 
 
-def linear(x: Array, weight: Array, bias: Array | None = None) -> Array | None:
+def linear(x: Array, weight: Weight, bias: Array | None = None) -> Array | None:
     """`nn.linear` by the kernel."""
+    if isinstance(weight, Quantized):
+        return None
     name = NAMES.get(str(weight.dtype))
     if name is None or weight.ndim != 2 or x.ndim != 3:
         return None

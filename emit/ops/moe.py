@@ -10,7 +10,7 @@
 | logits | [B, T, E] | f32, the router's                                  |
 | index  | [B, T, K] | i32, the K experts of a token                      |
 | weight | [B, T, K] | f32, what their outputs are multiplied by          |
-| up, gate | [E, F, D] | f32, bf16 or f16, widened inside the product     |
+| up, gate | [E, F, D] | f32, bf16, f16 or codes, widened inside the product |
 | down   | [E, D, F] | as up                                              |
 
 Identity update for padding: a padded token counts for no expert, its x is taken as 0 and its y is
@@ -28,6 +28,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from emit.ops import nn
+from emit.ops.quantized import Quantized, Weight
 
 MASKED = -1e30
 UNROLLED = 40  # pairs of (row, expert) of a step up to which each is an operation of its own
@@ -56,9 +57,9 @@ class Routing:
 class Experts(NamedTuple):
     """Stacked weights; `gate` is None for plain experts."""
 
-    up: Array
-    down: Array
-    gate: Array | None
+    up: Weight
+    down: Weight
+    gate: Weight | None
 
 
 Activation = Callable[[Array], Array]
@@ -255,15 +256,12 @@ def _masked(x: Array, valid: Array, index: Array, weight: Array) -> tuple[Array,
 def _expert(x: Array, e: Array, experts: Experts, act: Activation) -> Array:
     """Expert `e` on the rows of x [N, D]."""
 
-    def product(x: Array, stack: Array) -> Array:
-        own = jax.lax.dynamic_index_in_dim(stack, e, axis=0, keepdims=False)
-        return jax.lax.dot_general(
-            x,
-            own.astype(jnp.float32),
-            (((1,), (1,)), ((), ())),
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
+    def product(x: Array, stack: Weight) -> Array:
+        if isinstance(stack, Quantized):
+            own = stack.at(e)
+        else:
+            own = jax.lax.dynamic_index_in_dim(stack, e, axis=0, keepdims=False)
+        return nn.product(x, own)
 
     hidden = product(x, experts.up)
     if experts.gate is None:

@@ -1,8 +1,9 @@
 """Projections, norms and activations shared by all families.
 
 Dimensions, here and in every op: B batch rows, T tokens of a chunk, V vocabulary, K inputs of a
-projection, O its outputs. Activations are float32; weights are float32, bfloat16 or float16 and are
-widened inside the product, so the result is that of float32 arithmetic on the stored weights.
+projection, O its outputs. Activations are float32; weights are float32, bfloat16, float16 or codes
+and are widened inside the product, so the result is that of float32 arithmetic on the stored
+weights.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from jax import Array
 
 from emit.kernels import linear as linear_kernels
 from emit.kernels import on_cpu
+from emit.ops import quantized
+from emit.ops.quantized import Quantized, Weight
 
 ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -38,30 +41,38 @@ def iota(count: int, dtype: Any = jnp.int32) -> Array:
 
 
 @on_cpu(linear_kernels.linear)
-def linear(x: Array, weight: Array, bias: Array | None = None) -> Array:
+def linear(x: Array, weight: Weight, bias: Array | None = None) -> Array:
     """`x @ weight.T + bias`: x f32[B, T, K], weight [O, K], bias f32[O] -> f32[B, T, O].
 
     The widening of a narrow weight becomes part of the product's kernel: no target keeps a widened
     copy. (Multiply and sum, the other form, does that only under fusion flags that are unsafe.)
     """
-    rows = x.shape[0] * x.shape[1]
-    y = jax.lax.dot_general(
-        x.reshape(rows, x.shape[2]),
+    y = product(x.reshape(-1, x.shape[2]), weight).reshape(*x.shape[:2], weight.shape[0])
+    return y if bias is None else y + bias
+
+
+def product(x: Array, weight: Weight) -> Array:
+    """`x @ weight.T`: x f32[M, K], weight [O, K] -> f32[M, O]."""
+    if isinstance(weight, Quantized):
+        return quantized.product(x, weight)
+    return jax.lax.dot_general(
+        x,
         weight.astype(jnp.float32),
         (((1,), (1,)), ((), ())),
         precision=jax.lax.Precision.HIGHEST,
         preferred_element_type=jnp.float32,
-    ).reshape(*x.shape[:2], weight.shape[0])
-    return y if bias is None else y + bias
+    )
 
 
-def embed(tokens: Array, table: Array) -> Array:
+def embed(tokens: Array, table: Weight) -> Array:
     """Rows of `table` [V, K] for tokens i32[B, T], clamped to the table -> f32[B, T, K].
 
     Padding may hold any number, and the compiler's gather reads wherever an index points (JAX's own
     clamps), so the clamp is an operation of the graph.
     """
     inside = jnp.clip(tokens, 0, table.shape[0] - 1)
+    if isinstance(table, Quantized):
+        return table.rows(inside)
     return jnp.take(table, inside, axis=0, mode="clip").astype(jnp.float32)
 
 
@@ -92,7 +103,7 @@ def last_valid(x: Array, lengths: Array) -> Array:
     return jnp.stack(rows)
 
 
-def logits(x: Array, lengths: Array, norm: Array, eps: float, table: Array) -> Array:
+def logits(x: Array, lengths: Array, norm: Array, eps: float, table: Weight) -> Array:
     """The head on the norm of each row's last valid token: x f32[B, T, K] -> f32[B, V].
 
     lengths i32[B], norm f32[K], table [V, K].
