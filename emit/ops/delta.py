@@ -29,6 +29,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from emit.kernels import delta as kernels
+from emit.kernels import on_cpu
 from emit.ops import nn, triangular
 
 L2_EPS = 1e-6
@@ -42,6 +44,7 @@ def l2_norm(x: Array) -> Array:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + L2_EPS)
 
 
+@on_cpu(kernels.mixer)
 def mixer(
     qkv: Array,
     z: Array,
