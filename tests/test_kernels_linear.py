@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from emit import kernels as used_kernels
-from emit.kernels.linear import MOST_TILES, NAMES, outputs_per_tile
+from emit.kernels.linear import FLOATS, MOST_TILES, outputs_per_tile
 from emit.ops import nn
 
 DTYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
@@ -81,4 +81,4 @@ def test_the_op_calls_the_kernel_only_where_kernels_are_used() -> None:
 
     assert "scanwright.linear_bf16" in text(True)
     assert "custom_call" not in text(False)
-    assert set(NAMES.values()) <= set(kernels.names())
+    assert {f"linear_{word}" for word in FLOATS.values()} <= set(kernels.names())

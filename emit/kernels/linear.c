@@ -75,14 +75,10 @@
     }                                                                                              \
   }
 
-// Tile number `tile` of `tiles`; each has `per` outputs, the last one fewer.
-#define LINEAR(NAME, TYPE)                                                                         \
-  FEW(NAME, TYPE)                                                                                  \
-  PACK(NAME, TYPE)                                                                                 \
-  MANY(NAME, TYPE)                                                                                 \
-  EXPORT scanwright_linear_##NAME(const float *x, const TYPE *w, float *y, size_t M, size_t K,     \
-                                  size_t O, size_t per, size_t tile) {                             \
-    const size_t from = tile * per, to = from + per < O ? from + per : O;                          \
+// Outputs `from` to `to` of M rows.
+#define ROWS(NAME, TYPE)                                                                           \
+  static void rows_##NAME(const float *x, const TYPE *w, float *y, size_t M, size_t K, size_t O,   \
+                          size_t from, size_t to) {                                                \
     switch (M) {                                                                                   \
       case 1: return tile_few_##NAME(x, w, y, K, O, from, to, TOGETHER(1), 1);                     \
       case 2: return tile_few_##NAME(x, w, y, K, O, from, to, TOGETHER(2), 2);                     \
@@ -94,6 +90,28 @@
       case 8: return tile_few_##NAME(x, w, y, K, O, from, to, TOGETHER(8), 8);                     \
       default: return tile_many_##NAME(x, w, y, M, K, O, from, to);                                \
     }                                                                                              \
+  }
+
+// Tile number `tile`; each has `per` outputs, the last one fewer.
+//
+// scanwright_experts_<type> does so for N products: y[n] = x[n / share] w[index[n]]^T, where x and y
+// are N / share and N times M rows, w [E, O, K] and index i32[N]; `tiles` tiles each.
+#define LINEAR(NAME, TYPE)                                                                         \
+  FEW(NAME, TYPE)                                                                                  \
+  PACK(NAME, TYPE)                                                                                 \
+  MANY(NAME, TYPE)                                                                                 \
+  ROWS(NAME, TYPE)                                                                                 \
+  EXPORT scanwright_linear_##NAME(const float *x, const TYPE *w, float *y, size_t M, size_t K,     \
+                                  size_t O, size_t per, size_t tile) {                             \
+    const size_t from = tile * per;                                                                \
+    rows_##NAME(x, w, y, M, K, O, from, from + per < O ? from + per : O);                          \
+  }                                                                                                \
+  EXPORT scanwright_experts_##NAME(const float *x, const TYPE *w, const int32_t *index, float *y,  \
+                                   size_t M, size_t K, size_t O, size_t per, size_t share,         \
+                                   size_t tiles, size_t tile) {                                    \
+    const size_t n = tile / tiles, from = tile % tiles * per;                                      \
+    rows_##NAME(x + n / share * M * K, w + (size_t)index[n] * O * K, y + n * M * O, M, K, O, from, \
+                from + per < O ? from + per : O);                                                  \
   }
 
 LINEAR(f32, float)

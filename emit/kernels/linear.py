@@ -1,44 +1,103 @@
-"""Projections by linear.c: how an output is cut into tiles."""
+"""Projections by linear.c and linear_quantized.c: which of their functions, and in what tiles."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from emit import kernels
 from emit.ops.quantized import Quantized, Weight
 
-NAMES = {"float32": "linear_f32", "bfloat16": "linear_bf16", "float16": "linear_f16"}
-MOST_ROWS = 8  # as in linear.c: up to so many rows, the weights are read in the order they lie
+FLOATS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+MOST_ROWS = 8  # as in product.h: up to so many rows, the weights are read in the order they lie
 MOST_TILES = 56  # fewer than 64: what a worker takes at once is then still a small part
 TILE_BYTES = 32 << 10  # of weights: some microseconds
-BLOCK = 64  # outputs of a block, BLOCK_O in linear.c (16 without AVX-512)
+BLOCK = 64  # outputs of a block, BLOCK_O in product.h (16 without AVX-512)
+CODES = 32  # a group of quantised inputs is a multiple of it
 
 
-def outputs_per_tile(rows: int, outputs: int, row_bytes: int) -> int:
-    """How many of `outputs` a tile computes."""
+@dataclass(frozen=True)
+class Operand:
+    """A matrix, or a stack of them, as the kernels take it.
+
+    `kind` is the end of their names, `bytes` those of a row's weights.
+    """
+
+    kind: str
+    arrays: tuple[Array, ...]
+    sizes: tuple[int, ...]
+    bytes: int
+
+
+def operand(weight: Weight) -> Operand | None:
+    """`weight` for the kernels, None where they do not take it."""
+    if isinstance(weight, Quantized):
+        return _codes(weight)
+    word = FLOATS.get(str(weight.dtype))
+    return word and Operand(word, (weight,), (), weight.shape[-1] * weight.dtype.itemsize)
+
+
+def _codes(weight: Quantized) -> Operand | None:
+    layout = weight.layout
+    if layout.group % CODES or (layout.bits == 8 and layout.table not in ("uint", "int")):
+        return None
+    signed = layout.bits == 8 and layout.table == "int"
+    if signed and layout.offset != "none":
+        return None
+    word = "int" if signed else layout.offset
+    offsets = weight.scales if weight.offsets is None else weight.offsets  # or any array
+    table = jnp.asarray(np.resize(layout.values(), 16))
+    arrays = (weight.codes, weight.scales, offsets, table)
+    kind = f"q{layout.bits}_{layout.scale}_{word}"
+    return Operand(kind, arrays, (layout.group,), weight.codes.shape[-1])
+
+
+def outputs_per_tile(rows: int, outputs: int, row_bytes: int, most: int = MOST_TILES) -> int:
+    """How many of `outputs` a tile computes, so that there are `most` at most."""
     if rows > MOST_ROWS:
         blocks = -(-outputs // BLOCK)
-        return BLOCK * -(-blocks // MOST_TILES)
-    tiles = min(MOST_TILES, max(1, outputs * row_bytes // TILE_BYTES))
+        return BLOCK * -(-blocks // most)
+    tiles = min(most, max(1, outputs * row_bytes // TILE_BYTES))
     return 8 * -(-outputs // (8 * tiles))
 
 
 def linear(x: Array, weight: Weight, bias: Array | None = None) -> Array | None:
-    """`nn.linear` by the kernel."""
-    if isinstance(weight, Quantized):
-        return None
-    name = NAMES.get(str(weight.dtype))
-    if name is None or weight.ndim != 2 or x.ndim != 3:
+    """`nn.linear` by a kernel."""
+    found = operand(weight) if weight.ndim == 2 and x.ndim == 3 else None
+    if found is None:
         return None
     rows, (outputs, inputs) = x.shape[0] * x.shape[1], weight.shape
-    per = outputs_per_tile(rows, outputs, inputs * weight.dtype.itemsize)
+    per = outputs_per_tile(rows, outputs, found.bytes)
     (y,) = kernels.call(
-        name,
-        [x.reshape(rows, inputs), weight],
+        f"linear_{found.kind}",
+        [x.reshape(rows, inputs), *found.arrays],
         [((rows, outputs), jnp.float32)],
-        [rows, inputs, outputs, per],
+        [rows, inputs, outputs, per, *found.sizes],
         -(-outputs // per),
     )
     y = y.reshape(*x.shape[:2], outputs)
     return y if bias is None else y + bias
+
+
+def experts(x: Array, stack: Weight, index: Array) -> Array | None:
+    """Products with chosen matrices of a stack: x f32[X, M, K], [E, O, K], i32[N] -> [N, M, O].
+
+    `x` is shared by N / X neighbours. None where no kernel takes it. `index` must be in range.
+    """
+    found = operand(stack)
+    if found is None:
+        return None
+    (count, rows, inputs), outputs, pairs = x.shape, stack.shape[1], index.shape[0]
+    per = outputs_per_tile(rows, outputs, found.bytes, max(1, MOST_TILES // pairs))
+    tiles = -(-outputs // per)
+    (y,) = kernels.call(
+        f"experts_{found.kind}",
+        [x, *found.arrays, index],
+        [((pairs, rows, outputs), jnp.float32)],
+        [rows, inputs, outputs, per, *found.sizes, pairs // count, tiles],
+        pairs * tiles,
+    )
+    return y

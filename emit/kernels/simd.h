@@ -6,6 +6,11 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#else
+#include <arm_neon.h>
+#endif
 
 // Hidden, as everything is (-fvisibility): aarch64 would reach a visible symbol through a table that
 // nobody fills.
@@ -23,6 +28,9 @@
 typedef float vf __attribute__((ext_vector_type(LANES)));
 typedef float vf_any __attribute__((ext_vector_type(LANES), aligned(4)));
 typedef uint32_t vu __attribute__((ext_vector_type(LANES)));
+typedef int32_t vi __attribute__((ext_vector_type(LANES)));
+typedef int8_t vi8 __attribute__((ext_vector_type(LANES), aligned(1)));
+typedef uint8_t vu8 __attribute__((ext_vector_type(LANES), aligned(1)));
 typedef uint16_t vu16 __attribute__((ext_vector_type(LANES), aligned(2)));
 typedef _Float16 vh __attribute__((ext_vector_type(LANES), aligned(2)));
 
@@ -36,6 +44,11 @@ INLINE vf load_bf16(const uint16_t *p) {
   return (vf)(__builtin_convertvector(*(const vu16 *)p, vu) << 16);
 }
 INLINE vf load_f16(const _Float16 *p) { return __builtin_convertvector(*(const vh *)p, vf); }
+
+INLINE vi ints_i8(const uint8_t *p) { return __builtin_convertvector(*(const vi8 *)p, vi); }
+INLINE vi ints_u8(const uint8_t *p) { return __builtin_convertvector(*(const vu8 *)p, vi); }
+INLINE vf load_i8(const uint8_t *p) { return __builtin_convertvector(ints_i8(p), vf); }
+INLINE vf load_u8(const uint8_t *p) { return __builtin_convertvector(ints_u8(p), vf); }
 
 INLINE float one_f32(const float *p) { return *p; }
 INLINE float one_bf16(const uint16_t *p) {
@@ -62,18 +75,25 @@ INLINE float sum(vf x) {
   return (q[0] + q[2]) + (q[1] + q[3]);
 }
 
-// Lanes 0, LANES, 1, LANES + 1 … of the two vectors together: their first, then their last halves.
+// Lanes 0, LANES, 1, LANES + 1 … of the two vectors together: their first, then their last halves;
+// and every second lane of the two.
 #if LANES == 16
 #define FIRST 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23
 #define LAST 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
 #define DOUBLINGS 4
 #elif LANES == 8
 #define FIRST 0, 8, 1, 9, 2, 10, 3, 11
 #define LAST 4, 12, 5, 13, 6, 14, 7, 15
+#define EVEN 0, 2, 4, 6, 8, 10, 12, 14
+#define ODD 1, 3, 5, 7, 9, 11, 13, 15
 #define DOUBLINGS 3
 #else
 #define FIRST 0, 4, 1, 5
 #define LAST 2, 6, 3, 7
+#define EVEN 0, 2, 4, 6
+#define ODD 1, 3, 5, 7
 #define DOUBLINGS 2
 #endif
 
@@ -89,6 +109,15 @@ INLINE void transpose(vf rows[LANES]) {
   }
 }
 
+// The sum of the lanes of each of LANES vectors, in their order.
+INLINE vf sums(vf rows[LANES]) {
+  for (int half = LANES / 2; half > 0; half /= 2)
+    for (int i = 0; i < half; i++)
+      rows[i] = __builtin_shufflevector(rows[i], rows[i + half], FIRST) +
+                __builtin_shufflevector(rows[i], rows[i + half], LAST);
+  return rows[0];
+}
+
 // The first `count` < LANES floats at p, zeros after them.
 INLINE vf load_part(const float *p, size_t count) {
   float all[LANES] = {0};
@@ -100,8 +129,6 @@ INLINE void store_part(float *p, vf x, size_t count) {
   store(all, x);
   for (size_t i = 0; i < count; i++) p[i] = all[i];
 }
-
-typedef int32_t vi __attribute__((ext_vector_type(LANES)));
 
 // a where the mask is -1, b where it is 0.
 INLINE vf choose(vi mask, vf a, vf b) { return (vf)(((vi)a & mask) | ((vi)b & ~mask)); }

@@ -27,6 +27,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from emit.kernels import linear as kernels
+from emit.kernels import on_cpu
 from emit.ops import nn
 from emit.ops.quantized import Quantized, Weight
 
@@ -113,6 +115,34 @@ def _eligible(choice: Array, routing: Routing) -> Array:
     return jnp.where(kept[..., None], grouped, MASKED).reshape(choice.shape)
 
 
+def _step_by_kernels(
+    x: Array, valid: Array, index: Array, weight: Array, experts: Experts, act: Activation
+) -> Array | None:
+    """`step`, all pairs (row, expert) at once; or all experts, where the rows choose as many."""
+    B, _, K = index.shape
+    E = experts.up.shape[0]
+    x, index, weight = _masked(x, valid, index, weight)
+    every = E <= B * K
+    pairs = nn.iota(E) if every else jnp.clip(index, 0, E - 1).reshape(B * K)
+
+    def ffn(x: Array) -> Array | None:
+        hidden = kernels.experts(x, experts.up, pairs)
+        gate = None if experts.gate is None else kernels.experts(x, experts.gate, pairs)
+        if hidden is None or (gate is None) != (experts.gate is None):
+            return None
+        hidden = act(hidden) if gate is None else act(gate) * hidden
+        return kernels.experts(hidden, experts.down, pairs)
+
+    if every:
+        y, by = ffn(x.reshape(1, B, -1)), _table(index[:, 0], weight[:, 0], E)[1]
+        return None if y is None else jnp.sum(y * by.T[..., None], axis=0)[:, None]
+    y = ffn(x)
+    if y is None:
+        return None
+    return jnp.sum(y.reshape(B, K, -1) * weight[:, 0, :, None], axis=1, keepdims=True)
+
+
+@on_cpu(_step_by_kernels)
 def step(
     x: Array, valid: Array, index: Array, weight: Array, experts: Experts, act: Activation
 ) -> Array:
@@ -256,14 +286,20 @@ def _masked(x: Array, valid: Array, index: Array, weight: Array) -> tuple[Array,
 def _expert(x: Array, e: Array, experts: Experts, act: Activation) -> Array:
     """Expert `e` on the rows of x [N, D]."""
 
-    def product(x: Array, stack: Weight) -> Array:
-        if isinstance(stack, Quantized):
-            own = stack.at(e)
-        else:
-            own = jax.lax.dynamic_index_in_dim(stack, e, axis=0, keepdims=False)
-        return nn.product(x, own)
-
-    hidden = product(x, experts.up)
+    hidden = _product(x, experts.up, e)
     if experts.gate is None:
-        return product(act(hidden), experts.down)
-    return product(act(product(x, experts.gate)) * hidden, experts.down)
+        return _product(act(hidden), experts.down, e)
+    return _product(act(_product(x, experts.gate, e)) * hidden, experts.down, e)
+
+
+def _product_by_kernel(x: Array, stack: Weight, e: Array) -> Array | None:
+    y = kernels.experts(x[None], stack, e[None])
+    return None if y is None else y[0]
+
+
+@on_cpu(_product_by_kernel)
+def _product(x: Array, stack: Weight, e: Array) -> Array:
+    """x [N, D] with matrix `e` of the stack [E, O, D]: [N, O]."""
+    if isinstance(stack, Quantized):
+        return nn.product(x, stack.at(e))
+    return nn.product(x, jax.lax.dynamic_index_in_dim(stack, e, axis=0, keepdims=False))

@@ -1,0 +1,135 @@
+"""linear_quantized.c, and products with experts, against float64 at every CPU level."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import kernels
+import numpy as np
+import pytest
+
+from emit import kernels as used_kernels
+from emit.kernels import linear
+from emit.ops import nn
+from emit.ops.quantized import Quantized
+from emit.packed import Layout, Packed, pack4
+from emit.state import DTYPES
+
+SCALES = ("f32", "bf16", "f16")
+KINDS = [
+    *(Layout(4, 0, table, scale, offset) for table, scale, offset in (
+        ("uint", "bf16", "bias"), ("uint", "f16", "zero"), ("int", "f32", "none"),
+        ("e2m1", "f32", "none"), ("nf4", "bf16", "none"), ("fp4", "f16", "none"),
+        ("uint", "f32", "bias"), ("uint", "f16", "bias"), ("uint", "f32", "zero"),
+        ("uint", "bf16", "zero"),
+    )),
+    *(Layout(8, 0, "int", scale, "none") for scale in SCALES),
+    *(Layout(8, 0, "uint", s, o) for s in SCALES for o in ("none", "bias", "zero")),
+]  # fmt: skip
+# rows, inputs, outputs, group: groups of one block, of some, and of all inputs
+SHAPES = ((1, 96, 37, 32), (3, 128, 70, 64), (8, 64, 9, 64), (13, 160, 130, 160), (1, 64, 65, 32))
+
+
+def made(layout: Layout, outputs: tuple[int, ...], inputs: int, seed: int) -> Packed:
+    """Random codes of every value, with scales and offsets of the usual size."""
+    random = np.random.default_rng(seed)
+    codes = random.integers(0, 2**layout.bits, (*outputs, inputs)).astype(np.uint8)
+    groups = (*outputs, inputs // layout.group)
+    scales = (random.random(groups) * 0.1 + 0.01).astype(DTYPES[layout.scale])
+    offsets = None
+    if layout.offset == "bias":
+        offsets = (random.standard_normal(groups) * 0.3).astype(DTYPES[layout.scale])
+    elif layout.offset == "zero":
+        offsets = random.integers(0, 2**layout.bits, groups).astype(np.uint8)
+    return Packed(layout, pack4(codes) if layout.bits == 4 else codes, scales, offsets)
+
+
+def as_jax(packed: Packed) -> Quantized:
+    def signless(array: np.ndarray) -> jax.Array:
+        return jnp.asarray(array.view(np.int8) if array.dtype == np.uint8 else array)
+
+    offsets = None if packed.offsets is None else signless(packed.offsets)
+    return Quantized(signless(packed.codes), signless(packed.scales), offsets, packed.layout)
+
+
+def close(got: np.ndarray, x: np.ndarray, wide: np.ndarray) -> None:
+    """Within the rounding of float32 sums; see test_kernels_linear.
+
+    The sum is over codes times scales, whose magnitudes may be larger than the numbers'.
+    """
+    x, wide = x.astype(np.float64), wide.astype(np.float64)
+    bound = 1e-6 * (np.abs(x) @ np.abs(wide).swapaxes(-1, -2)) + 1e-30
+    np.testing.assert_array_less(np.abs(got - x @ wide.swapaxes(-1, -2)), bound)
+
+
+def word(layout: Layout) -> str:
+    return f"{layout.table}{layout.bits}-{layout.scale}-{layout.offset}"
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=word)
+@pytest.mark.parametrize("level", kernels.levels())
+def test_codes_are_multiplied_as_the_numbers_they_are(level: str, kind: Layout) -> None:
+    random = np.random.default_rng(5)
+    for seed, (rows, inputs, outputs, group) in enumerate(SHAPES):
+        packed = made(Layout(**{**vars(kind), "group": group}), (outputs,), inputs, seed)
+        found = linear.operand(as_jax(packed))
+        assert found is not None
+        x = random.standard_normal((rows, inputs)).astype(np.float32)
+        y = np.full((rows, outputs), np.nan, np.float32)
+        per = linear.outputs_per_tile(rows, outputs, 1 << 12)
+        arrays = [x, *map(np.asarray, found.arrays), y]
+        sizes = (rows, inputs, outputs, per, *found.sizes)
+        got = kernels.run(level, f"linear_{found.kind}", arrays, sizes, -(-outputs // per))
+        close(got[-1], x, packed.widen())
+
+
+@pytest.mark.parametrize("kind", [KINDS[0], KINDS[1], KINDS[10], "f32", "bf16", "f16"], ids=str)
+@pytest.mark.parametrize("level", kernels.levels())
+def test_experts_are_those_of_the_index(level: str, kind: Layout | str) -> None:
+    """With an x for each pair, an x for two of them, and several rows an expert."""
+    count, inputs, outputs = 5, 64, 43
+    random = np.random.default_rng(6)
+    if isinstance(kind, str):
+        wide = random.standard_normal((count, outputs, inputs)).astype(DTYPES[kind])
+        found = linear.operand(jnp.asarray(wide))
+    else:
+        packed = made(Layout(**{**vars(kind), "group": 32}), (count, outputs), inputs, 6)
+        wide, found = packed.widen(), linear.operand(as_jax(packed))
+    assert found is not None
+    index = np.asarray([4, 0, 0, 3], np.int32)
+    for sources, rows in ((4, 1), (2, 1), (1, 3), (1, 11)):
+        x = random.standard_normal((sources, rows, inputs)).astype(np.float32)
+        y = np.full((len(index), rows, outputs), np.nan, np.float32)
+        per = linear.outputs_per_tile(rows, outputs, 1 << 12, 8)
+        tiles = -(-outputs // per)
+        share = len(index) // sources
+        sizes = (rows, inputs, outputs, per, *found.sizes, share, tiles)
+        arrays = [x, *map(np.asarray, found.arrays), index, y]
+        name = f"experts_{found.kind}"
+        got = kernels.run(level, name, arrays, sizes, tiles * len(index))[-1]
+        close(got, np.repeat(x, share, axis=0), wide[index])
+
+
+@pytest.mark.parametrize("rows", [1, 12])
+@pytest.mark.parametrize("kind", KINDS, ids=word)
+def test_the_graph_multiplies_the_same_numbers(kind: Layout, rows: int) -> None:
+    """The form that other targets compile, with groups that no kernel takes too."""
+    packed = made(Layout(**{**vars(kind), "group": 16}), (37,), 48, 9)
+    weight = as_jax(packed)
+    assert linear.operand(weight) is None and weight.shape == (37, 48)
+    np.testing.assert_array_equal(weight.astype(jnp.float32), packed.widen())
+    x = np.random.default_rng(8).standard_normal((1, rows, 48)).astype(np.float32)
+    close(np.asarray(jax.jit(nn.linear)(x, weight)), x, packed.widen())
+    index = np.asarray([[0, 36, 5]], np.int32)
+    np.testing.assert_array_equal(nn.embed(index, weight), packed.widen()[index])
+
+
+def test_the_op_calls_the_kernel_of_the_layout() -> None:
+    weight = as_jax(made(Layout(4, 32, "uint", "bf16", "bias"), (48,), 64, 1))
+
+    def product(x: jax.Array, weight: Quantized) -> jax.Array:
+        with used_kernels.used():
+            return nn.linear(x, weight)
+
+    text = jax.jit(product).lower(jnp.ones((2, 1, 64)), weight).as_text()
+    assert "scanwright.linear_q4_bf16_bias" in text
