@@ -9,6 +9,7 @@ from emit.packed import Layout, Packed, pack4
 from emit.state import DTYPES
 
 PIECE = 1 << 22  # numbers that are rounded at once
+TINY = 1e-37  # the least scale
 FITS = 2  # times that scale and bias are fitted to the codes, and the codes to them
 
 
@@ -20,9 +21,9 @@ def quantize(name: str, wide: np.ndarray, layout: Layout) -> Packed:
     """
     rows = wide.reshape(-1, wide.shape[-1])
     step = max(1, PIECE // max(1, rows.shape[1]))
-    pieces = [_rounded(rows[at : at + step], layout) for at in range(0, len(rows), step)]
-    if not pieces:
-        pieces = [_rounded(rows, layout)]
+    starts = range(0, max(1, len(rows)), step)
+    with np.errstate(over="ignore", invalid="ignore"):  # told below
+        pieces = [_rounded(rows[at : at + step], layout) for at in starts]
     outer = wide.shape[:-1]
     codes, scales, *biases = (
         np.concatenate(arrays).reshape(*outer, -1) for arrays in zip(*pieces, strict=True)
@@ -48,20 +49,21 @@ def _rounded(rows: np.ndarray, layout: Layout) -> tuple[np.ndarray, ...]:
 def _symmetric(groups: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray]:
     most = 2 ** (layout.bits - 1) - 1
     largest = np.abs(groups).max(axis=-1, initial=0.0)
-    scales = (largest / np.float32(most)).astype(DTYPES[layout.scale])
+    scales = _stored(largest / np.float32(most), layout)
     by = _inverse(scales)[..., None]
     return np.rint(groups * by).clip(-most, most).astype(np.int8).view(np.uint8), scales
 
 
 def _affine(groups: np.ndarray, layout: Layout) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Scale and bias from the ends of the range, then by least squares as long as that helps."""
-    stored, most = DTYPES[layout.scale], np.float32(2**layout.bits - 1)
+    most = np.float32(2**layout.bits - 1)
     low = groups.min(axis=-1, initial=np.inf) if groups.size else groups.sum(axis=-1)
     high = groups.max(axis=-1, initial=-np.inf) if groups.size else low
-    best = _coded(groups, ((high - low) / most).astype(stored), low.astype(stored), most)
+    bias = low.astype(DTYPES[layout.scale])
+    best = _coded(groups, _stored((high - low) / most, layout), bias, most)
     for _ in range(FITS):
         scales, biases = _line(groups, best[0])
-        fitted = _coded(groups, scales.astype(stored), biases.astype(stored), most)
+        fitted = _coded(groups, _stored(scales, layout), biases.astype(bias.dtype), most)
         better = fitted[3] < best[3]
         best = tuple(
             np.where(better[..., None] if new.ndim == 3 else better, new, old)
@@ -88,6 +90,11 @@ def _line(groups: np.ndarray, codes: np.ndarray) -> tuple[np.ndarray, np.ndarray
     square = np.square(dx).sum(axis=-1)
     slope = (dx * (groups - mean[..., None])).sum(axis=-1) / np.where(square > 0, square, 1)
     return slope, mean - slope * x.mean(axis=-1)
+
+
+def _stored(scales: np.ndarray, layout: Layout) -> np.ndarray:
+    """Scales in their type; 0 where the inverse would not be a number."""
+    return np.where(np.abs(scales) < TINY, 0, scales).astype(DTYPES[layout.scale])
 
 
 def _inverse(scales: np.ndarray) -> np.ndarray:
