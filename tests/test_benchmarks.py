@@ -11,10 +11,13 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
+from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 import toy
 import yaml
+from safetensors.numpy import save_file
 
 from emit.entry import Model, interface
 from emit.shape import Shape
@@ -32,6 +35,8 @@ def script(path: str) -> ModuleType:
         spec = importlib.util.spec_from_file_location(name, BENCHMARKS / path)
         assert spec is not None and spec.loader is not None
         sys.modules[name] = module = importlib.util.module_from_spec(spec)
+        if str(BENCHMARKS) not in sys.path:
+            sys.path.append(str(BENCHMARKS))  # scripts import each other by name
         spec.loader.exec_module(module)
     return sys.modules[name]
 
@@ -192,3 +197,125 @@ def test_rates_are_set_against_the_copy_rate():
 def test_table():
     rows = [{"a": "1", "bb": "x"}, {"a": "22", "bb": ""}]
     assert script("builds.py").table(rows) == "| a  | bb |\n| -- | -- |\n| 1  | x  |\n| 22 |    |"
+
+
+def measured() -> dict:
+    """What peers.py writes, with figures that can be done by hand: a step moves 1 GB in 0.1 s."""
+    facts = {"weights": 9e8, "state": 1e8, "file": 9e8}
+    one = {"ours bf16": [0.1] * 3, "llama.cpp bf16": [0.2, 0.15, 0.1], "torch bf16": [1.0] * 3}
+    eight = {"ours bf16": [0.17] * 3, "llama.cpp bf16": [0.34] * 3, "torch bf16": [8.0] * 3}
+    model = {
+        "multiplied": 1_000_000_000,
+        "facts": {"ours bf16": facts, "llama.cpp bf16": {"system": "AVX512 = 1"}},
+        "decode": {
+            "1": one | {"ours int4": [0.05] * 3, "llama.cpp q4_K": [0.06] * 3},
+            "8": eight,
+        },
+        "prefill": {"256": {"ours bf16": [2.56], "llama.cpp bf16": [5.12]}},
+        "open": {"bf16": {"imports": [0.1], "open": [0.01], "mapped": [9e8], "anonymous": [1e8]}},
+    }
+    model["facts"]["ours int4"] = {"weights": 2e8, "state": 1e8, "file": 2e8}
+    return {
+        "machine": {
+            "cpu": "a CPU", "cores": 2, "memory_bytes": 1 << 30, "system": "s", "python": "3",
+            "packages": {}, "load_average": 0.0,
+        },
+        "load": [[0.0, 2.0]],
+        "check": {"m": {"ours f32": 1e-6}},
+        "rates": [{"read": 1.25e10, "numpy f32": 4e11, "torch bf16": 2.5e11}],
+        "models": {"m": model},
+        "compile": {"bf16": {"seconds": 20.0, "bytes": 2e8}},
+    }  # fmt: skip
+
+
+def test_a_peer_table_can_be_done_by_hand():
+    report, found = script("peer_report.py"), measured()
+    bf16, int4, second = report.decode_rows(found, "m")
+    assert (bf16["type"], bf16["MB moved"], bf16["ms"]) == ("bf16", "1000", "100 (100-100)")
+    assert bf16["of the read limit"] == "0.8 (0.8-0.8), goal 0.85"
+    assert bf16["llama.cpp"] == "bf16 150 (125-175)"
+    assert bf16["times its speed"] == "1.5 (1.25-1.75), goal 1.0"
+    assert bf16["times torch"] == "10 (10-10)"
+    assert (int4["llama.cpp"], int4["torch ms"]) == ("q4_0 -", "-")
+    assert second["llama.cpp"] == "q4_K 60 (60-60)" and "goal" not in second["times its speed"]
+    (eight,) = report.batch_rows(found, "m")
+    assert eight["a row more"] == "10 (10-10) %" and eight["tokens/s"] == "47.1 (47.1-47.1)"
+    assert eight["times its speed"] == "2 (2-2)"
+    (prompt,) = report.prefill_rows(found, "m")
+    assert (prompt["tokens/s"], prompt["of the product"]) == ("100", "0.8")
+    assert (prompt["llama.cpp"], prompt["times its speed"]) == ("bf16 50", "2")
+    text = report.render(found)
+    assert "load average of each run: 0.0 to 2.0" in text and "reads 12.5 GB/s" in text
+    assert "| bf16 | 100        | 10      | 900 " in text and "| bf16 | 20.0 | 200 " in text
+
+
+def test_int_weights_are_set_against_float32_products():
+    report, found = script("peer_report.py"), measured()
+    assert report.product_rate(found, "bf16") == 2.5e11
+    assert report.product_rate(found, "int8") == report.product_rate(found, "f32") == 4e11
+    del found["rates"][0]["torch bf16"]
+    assert report.product_rate(found, "bf16") == 4e11
+
+
+def test_bars_are_as_high_as_their_rates():
+    plot, found = script("plot.py"), measured()
+    made = plot.pictures(found)
+    assert set(made) == {"decode-m.svg", "prefill-m.svg"}
+    root = ElementTree.fromstring(made["decode-m.svg"])
+    name = "{http://www.w3.org/2000/svg}rect"
+    bars = [r for r in root.iter(name) if float(r.get("width", 0)) not in (800, 11)]
+    colors = {color: [b for b in bars if b.get("fill") == color] for color in plot.SERIES.values()}
+    ours = [float(bar.get("height", 0)) for bar in colors[plot.SERIES["Scanwright"]]]
+    space = plot.HEIGHT - plot.TOP - plot.BOTTOM
+    assert ours == pytest.approx([10 / 20 * space, 20 / 20 * space, 8 / 0.17 / 60 * space], abs=0.1)
+    assert len(colors[plot.SERIES["torch"]]) == 2  # int4 has none
+    for bar in bars:
+        assert float(bar.get("y", 0)) + float(bar.get("height", 0)) == pytest.approx(
+            plot.HEIGHT - plot.BOTTOM, abs=0.2
+        )
+    words = [text.text for text in root.iter("{http://www.w3.org/2000/svg}text")]
+    assert {"bf16", "int4", "1 sequence", "8 sequences", "47", "1.0"} <= set(words)
+    assert plot.svg("a < b", {"p": {"f32": {"torch": [1.0]}}}).count("a &lt; b") == 2
+    ceilings = [plot.ceiling(v) for v in (0.5, 1, 47.1, 99, 101)]
+    assert ceilings == pytest.approx([0.6, 1, 60, 100, 200])
+
+
+def test_nobody_always_follows_the_same_side():
+    peers = script("peers.py")
+    orders = [peers.turned(list("abcde"), number) for number in range(6)]
+    assert all(sorted(order) == list("abcde") for order in orders)
+    before = {order[order.index("c") - 1] for order in orders if order.index("c")}
+    assert len(before) > 1 and len({order[0] for order in orders}) > 2
+
+
+def test_what_llama_cpp_needs_is_said(tmp_path):
+    llama = script("peer_llama.py")
+    with pytest.raises(llama.NoPeer, match=r"no source tree at .*source"):
+        llama.check(tmp_path)
+    (tmp_path / "source" / "conversion").mkdir(parents=True)
+    with pytest.raises(llama.NoPeer, match=r"no libraries at .*lib"):
+        llama.check(tmp_path)
+    (tmp_path / "lib").mkdir()
+    for name in ("libllama.so", "libllama-common.so", "libggml.v1.so", "libggml-base.so"):
+        (tmp_path / "lib" / name).touch()
+    found = [path.name for path in llama.libraries(tmp_path)]
+    assert found == ["libggml-base.so", "libggml.v1.so", "libllama.so"]
+
+
+def test_shapes_of_peers_are_those_of_recipes():
+    models = script("peer_models.py").MODELS
+    config = models["qwen3-next-4-layers"].config
+    assert (config["num_hidden_layers"], config["hidden_size"]) == (4, 2048)
+    for model in models.values():
+        for slots, name in model.shapes.items():
+            shape = Shape.parse(name)
+            assert shape.slots == slots and model.length == (shape.context or model.length)
+
+
+def test_matrices_of_layers_are_counted(tmp_path):
+    arrays = {
+        "embeddings.weight": np.zeros((9, 4)), "lm_head.weight": np.zeros((9, 4)),
+        "a.weight": np.zeros((3, 4)), "b.weight": np.zeros((2, 4)), "conv": np.zeros((4, 1, 4)),
+    }  # fmt: skip
+    save_file(arrays, tmp_path / "model.safetensors")
+    assert script("peer_models.py").multiplied(tmp_path) == 20
