@@ -58,11 +58,15 @@ class Stages:
     dry: bool = False
 
     def run_action(
-        self, action: Action, produce: Produce, meta: Callable[[], Any] | None = None
+        self,
+        action: Action,
+        produce: Produce,
+        meta: Callable[[], Any] | None = None,
+        resumed: bool = False,
     ) -> Result:
         """The result of `action`, made by `produce` if it is not cached."""
         if not self.dry:
-            return run(self.store, action, produce, meta)
+            return run(self.store, action, produce, meta, resumed=resumed)
         record = self.look(action)
         if record is None:
             raise Miss(action)
@@ -261,17 +265,22 @@ class Stages:
             "tools": versions(["numpy", "ml-dtypes", *self._readers()]),
         }
 
-        def produce(scratch: Path) -> dict[str, Path]:
+        action = Action("convert", fields, self.job.about)
+
+        def produce(work: Path) -> dict[str, Path]:
             assert self.checkpoint is not None
-            out = scratch / "out"
-            arguments = ["convert", self.checkpoint.place, *self._storage_arguments(scratch)]
-            arguments += ["--out", out]
-            arguments += [] if wanted is None else ["--expect-config", wanted]
-            self.log.add(process.run_module("emit", arguments, scratch))
+            out = work / "out"
+            with self.store.scratch() as scratch:
+                arguments = ["convert", self.checkpoint.place, *self._storage_arguments(scratch)]
+                arguments += ["--key", action.key, "--out", out]
+                arguments += [] if wanted is None else ["--expect-config", wanted]
+                self.log.add(process.run_module("emit", arguments, scratch, progress=True))
             return {"params": out / "params.irpa", "report": out / "params.json"}
 
         with self.log.stage("convert"):
-            return self._run("convert", fields, produce)
+            result = self.run_action(action, produce, resumed=True)
+            self.log.result("convert", result)
+            return result
 
     # Emit
 

@@ -48,7 +48,7 @@ def _convert(args: argparse.Namespace) -> None:
     with _named(args.checkpoint):
         weight_map = Model.of(checkpoint.config).weight_map
         source = dequantized(checkpoint, checkpoint.config)
-        convert(weight_map, source, _storage(args, weight_map), args.out)
+        convert(weight_map, source, _storage(args, weight_map), args.out, args.key)
 
 
 def _storage(args: argparse.Namespace, weight_map: WeightMap) -> Storage:
@@ -187,6 +187,7 @@ def _parser() -> argparse.ArgumentParser:
     convert = commands.add_parser("convert", help="checkpoint → params.irpa, params.json")
     convert.add_argument("checkpoint", type=Path)
     convert.add_argument("--expect-config", help="JSON the checkpoint's config must agree with")
+    convert.add_argument("--key", help="go on with what was killed under the same key in --out")
     convert.set_defaults(run=_convert)
     kind = commands.add_parser("type", help="checkpoint directory → type.txt, its weight type")
     kind.add_argument("checkpoint", type=Path)

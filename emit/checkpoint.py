@@ -103,6 +103,10 @@ class Checkpoint:
             return empty
         return np.ndarray(info.shape, dtype, buffer=self._maps[info.file], offset=info.begin)
 
+    def release(self) -> None:
+        """Give back the memory of what was read; arrays stay good, and are read again if used."""
+        release(self._maps.values())
+
     @property
     def own_dtype(self) -> str:
         """The one dtype of all floating-point tensors; "f32" if they differ or there are none."""
@@ -139,6 +143,13 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
         if weight_map is not None:
             _check_index(root / INDEX, name, weight_map, table)
     return Checkpoint(root, config, generation, dict(sorted(tensors.items())), maps)
+
+
+def release(maps: Iterable[mmap.mmap]) -> None:
+    """Let the system take back the pages of mapped files that were read."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        for mapped in maps:
+            mapped.madvise(mmap.MADV_DONTNEED)
 
 
 def read_config(directory: str | Path) -> dict[str, Any]:

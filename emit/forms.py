@@ -81,6 +81,11 @@ class Divided:
         """f32[..., O, I]."""
         return tensor.astype(np.float32) / self.by
 
+    def cut(self, begin: int, end: int) -> Divided:
+        """The same for rows `begin` to `end` alone."""
+        ends = np.clip(np.cumsum([0, *self.sizes]), begin, end)
+        return Divided(self.factors, tuple(np.diff(ends).tolist()))
+
 
 @dataclass(frozen=True)
 class Form:
@@ -109,6 +114,20 @@ class Form:
     def fits(self, tensors: Mapping[str, Shaped]) -> bool:
         """Whether all its tensors are there, in their shape."""
         return all(name in tensors and tensors[name].shape == self.shape for name in self.names)
+
+    @property
+    def cuttable(self) -> bool:
+        """Whether a part along the first axis is made of that part of the tensor alone."""
+        if isinstance(self.transform, Divided):
+            return len(self.shape) == 2
+        stack = len(self.shape) > 2 and self.transform in (first_half, second_half)
+        return self.transform is copy or stack
+
+    def cut(self, begin: int, end: int) -> Form:
+        """The form for places `begin` to `end` along the first axis, of one that is cuttable."""
+        if isinstance(self.transform, Divided):
+            return replace(self, transform=self.transform.cut(begin, end))
+        return self
 
     def stored(self, layout: Layout) -> Layout | None:
         """How a matrix of `layout` is stored after the transform; None where it cannot be."""

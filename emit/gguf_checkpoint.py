@@ -53,6 +53,10 @@ class GgufCheckpoint:
             ]
         return row.undo(*arrays)
 
+    def release(self) -> None:
+        """Give back the memory of what was read."""
+        self._file.release()
+
 
 def open_gguf(path: str | Path) -> GgufCheckpoint:
     """Open the GGUF file at `path`. Raises EmitError, one line naming file and field."""

@@ -22,7 +22,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from emit.checkpoint import TensorInfo
+from emit.checkpoint import TensorInfo, release
 from emit.errors import EmitError
 
 MAX_ITEMS = 1 << 22  # elements of all arrays of a file: some vocabularies have 10^6 with merges
@@ -82,6 +82,10 @@ class Gguf:
         count = math.prod(rows)
         last = info.shape[-1] if plain else (info.end - info.begin) // max(count, 1)
         return np.ndarray((*rows, last), dtype, buffer=self._maps[info.file], offset=info.begin)
+
+    def release(self) -> None:
+        """Give back the memory of what was read."""
+        release(self._maps.values())
 
 
 def open_file(path: str | Path) -> Gguf:

@@ -83,6 +83,16 @@ def _header(specs: Sequence[Tensor]) -> tuple[bytes, list[tuple[int, int]]]:
     return bytes(out), ends
 
 
+def size(specs: Iterable[Tensor]) -> int:
+    """Bytes of the archive of `specs`."""
+    header, places = _header(list(specs))
+    return _size(header, places)
+
+
+def _size(header: bytes, places: Sequence[tuple[int, int]]) -> int:
+    return _up(_up(places[-1][1] if places else len(header), ALIGNMENT), PAGE)
+
+
 def _ignore(count: int) -> None:
     del count
 
@@ -113,12 +123,6 @@ class Writer:
         self.done = 0
         self._file = self._journal = -1
         self._crc = self._at = self._synced = 0
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the whole file."""
-        end = self._places[-1][1] if self._places else len(self._header)
-        return _up(_up(end, ALIGNMENT), PAGE)
 
     def __enter__(self) -> Writer:
         try:
@@ -277,7 +281,7 @@ class Writer:
         """The whole file, under its name. ValueError if tensors lack."""
         if self.done != len(self.specs):
             raise ValueError(f"{self.done} tensors were put, expected {len(self.specs)}")
-        self._pad(self.nbytes)
+        self._pad(_size(self._header, self._places))
         if self._key is not None:
             self._sync()
         self._partial.rename(self.path)

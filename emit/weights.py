@@ -42,6 +42,10 @@ class Source(Protocol):
 
     def read(self, name: str) -> np.ndarray: ...
 
+    def release(self) -> None:
+        """Give back the memory of what was read; arrays stay good, and are read again if used."""
+        ...
+
 
 @dataclass(frozen=True)
 class Param:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +25,9 @@ class Coded:
     `parts` are their names and `widen` makes of the arrays, in that order, float32 [`shape`].
     Where a bundle can store the codes as they are, `layout` says how and `pack` makes that of the
     same arrays; it then stands for the very numbers of `widen`.
+
+    `per` says of each part for how many places along the tensor's first axis one place along its
+    own stands; 0 is a part that all of them share. A tensor without it is read whole.
     """
 
     shape: tuple[int, ...]
@@ -31,11 +35,24 @@ class Coded:
     widen: Callable[..., np.ndarray]
     layout: Layout | None = None
     pack: Callable[..., Packed] | None = None
+    per: tuple[int, ...] = ()
 
     @property
     def dtype(self) -> str:
         """The type it reads as."""
         return "f32"
+
+    @property
+    def step(self) -> int:
+        """What the places that `cut` begins at are multiples of; 0 if it cannot be cut."""
+        return math.lcm(*(count for count in self.per if count)) if self.per else 0
+
+    def cut(self, arrays: Sequence[np.ndarray], begin: int, end: int) -> list[np.ndarray]:
+        """The parts of places `begin` to `end` along the first axis."""
+        return [
+            array[begin // per : -(-end // per)] if per else array
+            for array, per in zip(arrays, self.per, strict=True)
+        ]
 
 
 class Scheme(Protocol):
@@ -77,6 +94,10 @@ class Dequantized:
         if tensor is None:
             return self.source.read(name)
         return tensor.widen(*(self.source.read(part) for part in tensor.parts))
+
+    def release(self) -> None:
+        """Give back the memory of what was read."""
+        self.source.release()
 
 
 def fail(source: Source, problems: list[str]) -> None:

@@ -9,6 +9,7 @@ fp4, i8 tensors hold two e2m1 codes a byte and have a scale for each 32 inputs o
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -94,12 +95,24 @@ class Fp8:
         parts += (activation,) if activation in found.source.tensors else ()
         if info.dtype == CODES or len(info.shape) < 2:
             self._check(found, name, scales, self.grids(info.shape, not inverse))
-            return Coded(info.shape, parts, self.widen if inverse else self.by_row)
+            widen = self.widen if inverse else self.by_row
+            return Coded(info.shape, parts, widen, per=self._per(found, parts, inverse))
         inputs = info.shape[-1] * 2
         grids = ((*info.shape[:-1], inputs // GROUP),) if inputs % GROUP == 0 else ()
         self._check(found, name, scales, grids)
         size = (*info.shape[:-1], inputs)
-        return grouped(size, parts, self.split, Layout(4, GROUP, "e2m1", "f32"))
+        per = (1, 1, *(0 for _ in parts[2:]))
+        return grouped(size, parts, self.split, Layout(4, GROUP, "e2m1", "f32"), per=per)
+
+    def _per(self, found: Found, parts: tuple[str, ...], inverse: bool) -> tuple[int, ...]:
+        """Of a tensor of e4m3 codes: its scales are those of blocks, of all rows or of each."""
+        codes, scales = (found.source.tensors.get(part) for part in parts[:2])
+        if codes is None or scales is None or not codes.shape:
+            return ()
+        blocks = inverse and self.block is not None and len(codes.shape) == 2
+        shared = math.prod(scales.shape) == 1
+        each = self.block[0] if blocks and self.block else 0 if shared else 1
+        return (1, each, *(0 for _ in parts[2:]))
 
     def _check(
         self, found: Found, name: str, scales: str, grids: tuple[tuple[int, ...], ...]

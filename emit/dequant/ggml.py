@@ -207,6 +207,7 @@ class Ggml:
                 partial(widen, kind=info.dtype),
                 STORED[info.dtype][0],
                 partial(pack, kind=info.dtype),
+                (1,),
             )
         return found
 

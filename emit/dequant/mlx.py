@@ -162,7 +162,10 @@ class Mlx:
         layout = setting.layout(scale_word(found.source, scales))
         pack = None if layout is None else partial(setting.pack, layout=layout)
         size = (*shape[:-1], inputs)
-        found.coded[name] = Coded(size, tuple(parts), setting.widen, layout, pack)
+        per = [1] * len(parts)
+        if setting.matrix_scale and len(size) == 2:
+            per[-1] = 0
+        found.coded[name] = Coded(size, tuple(parts), setting.widen, layout, pack, tuple(per))
 
 
 def read(config: Mapping[str, Any]) -> Mlx:

@@ -55,7 +55,7 @@ class Mxfp4:
             elif found.fits(scales, ("u8", "f8_e8m0"), shape[:-1]):
                 size = (*shape[:-2], shape[-2] * GROUP)
                 layout = Layout(4, GROUP, "e2m1", "f32")
-                found.coded[whole] = grouped(size, (name, scales), split, layout)
+                found.coded[whole] = grouped(size, (name, scales), split, layout, per=(1, 1))
         return found.done()
 
 

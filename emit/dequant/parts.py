@@ -134,6 +134,7 @@ def grouped(
     split: Callable[..., Groups],
     layout: Layout,
     storable: bool = True,
+    per: tuple[int, ...] = (),
 ) -> Coded:
     """The tensor whose parts `split` makes Groups of, stored as `layout` where that can be."""
 
@@ -145,8 +146,8 @@ def grouped(
 
     inputs = shape[-1]
     if not storable or inputs == 0 or inputs * layout.bits % 8:
-        return Coded(shape, parts, widen)
-    return Coded(shape, parts, widen, layout, pack)
+        return Coded(shape, parts, widen, per=per)
+    return Coded(shape, parts, widen, layout, pack, per)
 
 
 def stored(bits: int) -> Literal[4, 8]:
