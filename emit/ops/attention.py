@@ -29,6 +29,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from emit.kernels import attention as kernels
+from emit.kernels import on_cpu
 from emit.ops import nn
 
 MASKED = -1e30  # its exp is 0; an infinity would make NaN where a row has no key at all
@@ -49,14 +51,11 @@ def step(
     softcap: float | None = None,
 ) -> tuple[Array, Array, Array]:
     """One token a row (T = 1): -> (y [B, 1, H, D], keys, values)."""
-    C = keys.shape[2]
-    place = positions if window is None else jax.lax.rem(positions, C)
+    place = positions if window is None else jax.lax.rem(positions, keys.shape[2])
     keys = write_one(keys, k, place, lengths)
     values = write_one(values, v, place, lengths)
-    c, last = jnp.arange(C, dtype=jnp.int32)[None, None, :], positions[:, None, None]
     # In a ring, place c holds the last position that is c mod C: any but those before the first.
-    seen = c <= last if window is None else _held(c, last, C) >= 0
-    y = _attend(q, [(keys, values, seen)], scale, softcap)
+    y = read(q, keys, values, lengths, positions, scale=scale, softcap=softcap)
     return y, keys, values
 
 
@@ -87,14 +86,38 @@ def scan(
     if window is None:
         keys = write(keys, k, positions, lengths)
         values = write(values, v, positions, lengths)
-        seen = c <= first + t[None, :, None]
-        return attend(q, [(keys, values, seen)], scale, softcap), keys, values
+        y = read(q, keys, values, lengths, positions, scale=scale, softcap=softcap)
+        return y, keys, values
     held = _held(c, first - 1, C)
     old = (held >= 0) & (first + t[None, :, None] - held < window)
     own = (t[:, None] >= t[None, :]) & (t[:, None] - t[None, :] < window)
     parts = [(keys, values, old), (k.swapaxes(1, 2), v.swapaxes(1, 2), own[None])]
     y = attend(q, parts, scale, softcap)
     return y, _write_ring(keys, k, positions, lengths), _write_ring(values, v, positions, lengths)
+
+
+@on_cpu(kernels.read)
+def read(
+    q: Array,
+    keys: Array,
+    values: Array,
+    lengths: Array,
+    positions: Array,
+    *,
+    scale: float,
+    softcap: float | None = None,
+    width: int | None = None,
+) -> Array:
+    """Attention of tokens that are written already: token t sees the places up to positions + t.
+
+    -> [B, T, H, D], or of the first `width` numbers of the values alone. Beyond `lengths` it is
+    anything.
+    """
+    del lengths
+    T, C = q.shape[1], keys.shape[2]
+    c = jnp.arange(C, dtype=jnp.int32)[None, None, :]
+    seen = c <= positions[:, None, None] + nn.iota(T)[None, :, None]
+    return attend(q, [(keys, values, seen)], scale, softcap)[..., :width]
 
 
 def _held(c: Array, last: Array, C: int) -> Array:

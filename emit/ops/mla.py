@@ -34,7 +34,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from emit.ops import attention, nn
+from emit.ops import attention
 
 
 def step(
@@ -53,8 +53,7 @@ def step(
     """One token a row (T = 1): -> (y [B, 1, H, V], region)."""
     row = jnp.concatenate([latent, shared], axis=-1)[:, :, None]
     region = attention.write_one(region, row, positions, lengths)
-    c = jnp.arange(region.shape[2], dtype=jnp.int32)[None, None, :]
-    return _read(n, p, up_k, up_v, region, c <= positions[:, None, None], scale), region
+    return _read(n, p, up_k, up_v, region, lengths, positions, scale), region
 
 
 def scan(
@@ -73,18 +72,24 @@ def scan(
     """T tokens a row, written and then attending to the region: -> (y [B, T, H, V], region)."""
     row = jnp.concatenate([latent, shared], axis=-1)[:, :, None]
     region = attention.write(region, row, positions, lengths)
-    c = jnp.arange(region.shape[2], dtype=jnp.int32)[None, None, :]
-    seen = c <= positions[:, None, None] + nn.iota(n.shape[1])[None, :, None]
-    return _read(n, p, up_k, up_v, region, seen, scale), region
+    return _read(n, p, up_k, up_v, region, lengths, positions, scale), region
 
 
 def _read(
-    n: Array, p: Array, up_k: Array, up_v: Array, region: Array, seen: Array, scale: float
+    n: Array,
+    p: Array,
+    up_k: Array,
+    up_v: Array,
+    region: Array,
+    lengths: Array,
+    positions: Array,
+    scale: float,
 ) -> Array:
     """Attention to the region, between the two absorbed products."""
     q = jnp.concatenate([_heads(n, up_k), p], axis=-1)
-    y = attention.attend(q, [(region, region, seen)], scale, None)
-    return _heads(y[..., : up_v.shape[2]], up_v)
+    rank = up_v.shape[2]
+    y = attention.read(q, region, region, lengths, positions, scale=scale, width=rank)
+    return _heads(y, up_v)
 
 
 def _heads(x: Array, weight: Array) -> Array:
