@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import building
 import cases
 import ml_dtypes
 import numpy as np
@@ -342,3 +343,46 @@ def test_it_is_continued_at_any_tensor(tmp_path: Path, monkeypatch: pytest.Monke
         else:
             assert stop > 20
             break
+
+
+COUNTED = """
+import os, signal
+os.environ.setdefault("TEST_FIRST", str(os.getpid()))
+room, count, write = int(os.environ.get("TEST_ROOM", 1 << 40)), 0, os.write
+def counted(descriptor, data):
+    global count
+    if os.readlink(f"/proc/self/fd/{descriptor}").endswith(".irpa.partial"):
+        count += len(data)
+        if count > room:
+            alone = os.environ["TEST_VICTIM"] != "build"
+            os.kill(os.getpid() if alone else int(os.environ["TEST_FIRST"]), signal.SIGKILL)
+            signal.pause()
+        with open(os.environ["TEST_COUNT"], "a") as out:
+            out.write(f"{len(data)}\\n")
+    return write(descriptor, data)
+os.write = counted
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="needs Linux's /proc")
+def test_a_killed_build_is_continued(tmp_path: Path) -> None:
+    """Whether all of it is killed or only the process that converts, and by the same words."""
+    place = building.Place.new(tmp_path / "place")
+    with (place.home / "audit" / "sitecustomize.py").open("a") as audit:
+        audit.write(COUNTED)
+    (tmp_path / "own").mkdir()
+    right = archive(place.work / "tiny", tmp_path / "own", "f32")
+    total = 0
+    for victim, code, room in (("build", -signal.SIGKILL, 3), ("stage", 1, 2), ("none", 0, 0)):
+        count = tmp_path / victim
+        env = {"TEST_VICTIM": victim, "TEST_COUNT": str(count)}
+        env |= {"TEST_ROOM": str((len(right) - total) // room)} if room else {}
+        done = place.doit("convert", "weights=f32", env=env)
+        assert done.code == code, done.err
+        total += sum(map(int, count.read_text().split()))
+        work = [path.name for path in (place.cache / "work").rglob("*") if path.is_file()]
+        assert sorted(work) == (["params.irpa.journal", "params.irpa.partial"] if room else [])
+    assert "killed, most likely out of memory" not in done.err
+    assert len(right) <= total < 1.5 * len(right)
+    assert place.blob("convert", "params").read_bytes() == right
+    assert not list((place.cache / "work").iterdir())
