@@ -4,9 +4,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef void (*kernel)(uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t,
-                       uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t,
-                       uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t, uintptr_t);
+#define FOUR(w) w, w, w, w
+#define TYPES FOUR(uintptr_t), FOUR(uintptr_t), FOUR(uintptr_t), FOUR(uintptr_t), FOUR(uintptr_t)
+typedef void (*kernel)(TYPES, TYPES);
 #define KERNEL(name) extern void name(void);
 #include "kernels.inc"
 #undef KERNEL
@@ -26,8 +26,8 @@ int main(int argc, char **argv) {
   for (size_t i = 0; i < sizeof table / sizeof *table; i++)
     if (argc == 2 && !strcmp(table[i].name, argv[1])) call = table[i].call;
   if (!call) return 3;
-  uintptr_t a[20] = {0};
-  size_t bytes[20], arrays = word(), sizes = word(), tiles = word();
+  uintptr_t a[40] = {0};
+  size_t bytes[40], arrays = word(), sizes = word(), tiles = word();
   for (size_t i = 0; i < sizes; i++) a[arrays + i] = word();
   for (size_t i = 0; i < arrays; i++) {
     bytes[i] = word();
@@ -37,8 +37,8 @@ int main(int argc, char **argv) {
   }
   for (size_t tile = tiles; tile-- > 0;) {
     a[arrays + sizes] = tile;
-    call(a[0], a[1], a[2], a[3], a[4], a[5], a[6], a[7], a[8], a[9], a[10], a[11], a[12], a[13],
-         a[14], a[15], a[16], a[17], a[18], a[19]);
+#define AT(i) a[i], a[i + 1], a[i + 2], a[i + 3]
+    call(AT(0), AT(4), AT(8), AT(12), AT(16), AT(20), AT(24), AT(28), AT(32), AT(36));
   }
   for (size_t i = 0; i < arrays; i++) fwrite((void *)a[i], bytes[i], 1, stdout);
   return 0;

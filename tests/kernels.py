@@ -9,19 +9,25 @@ import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from artifacts.cpu import host_features
 from artifacts.objects import LEVELS
+from emit import kernels
 from emit.kernels import objects
 
 HERE = Path(__file__).parent
+FIRST = "x86-64-v3"  # a level that is tested wherever x86-64 is
 TRIPLES = {"x86_64": "x86_64-linux-musl", "aarch64": "aarch64-linux-musl"}
 
 
@@ -73,3 +79,31 @@ def run(
         at += array.nbytes
     assert at == len(done.stdout)
     return found
+
+
+@contextmanager
+def used(level: str) -> Iterator[list[str]]:
+    """Within it, ops on arrays call their kernels of `level`; the list names those called.
+
+    What a kernel does not write is NaN, and an operand that it changes is an error.
+    """
+    called: list[str] = []
+
+    def call(
+        name: str,
+        operands: Sequence[jax.Array],
+        results: Sequence[tuple[tuple[int, ...], Any]],
+        sizes: Sequence[int],
+        tiles: int,
+    ) -> list[jax.Array]:
+        called.append(name)
+        given = [np.asarray(each) for each in operands]
+        empty = [np.full(shape, np.nan, dtype) for shape, dtype in results]
+        after = run(level, name, [*given, *empty], [int(size) for size in sizes], tiles)
+        for i, array in enumerate(given):
+            np.testing.assert_array_equal(after[i], array, f"{name}: operand {i} was changed")
+        return [jnp.asarray(each) for each in after[len(given) :]]
+
+    with pytest.MonkeyPatch.context() as patch, kernels.used():
+        patch.setattr(kernels, "call", call)
+        yield called

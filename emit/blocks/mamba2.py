@@ -10,13 +10,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
 from emit.blocks.block import Rows, State
-from emit.ops import conv, nn, ssd
+from emit.kernels import split
+from emit.ops import conv, nn, norm, ssd
 from emit.state import StateSpec
 from emit.weights import Param, kernel, matrix, vector
 
@@ -104,37 +103,28 @@ class Mamba2:
         self, p: Mapping[str, Array], x: Array, rows: Rows, state: State
     ) -> tuple[Array, dict[str, Array]]:
         """x f32[B, T, hidden_size] -> (same, new state)."""
-        B, T, _ = x.shape
+        T = x.shape[1]
         inner, maps = self.inner, self.maps
         projected = nn.linear(x, p["in_proj.weight"], p.get("in_proj.bias"))
         if self.multipliers is not None:
             parts = (inner, inner, maps, maps, self.num_heads)
             projected = projected * np.repeat(np.asarray(self.multipliers, np.float32), parts)
-        z, xbc, dt = jnp.split(projected, [inner, inner + self.conv_dim], axis=-1)
+        z, xbc, dt = split(projected, [inner, self.conv_dim, self.num_heads])
         run_conv = conv.step if T == 1 else conv.scan
         xbc, tail = run_conv(
-            xbc, rows.lengths, p["conv1d.weight"], p.get("conv1d.bias"), state["conv"]
+            xbc,
+            rows.lengths,
+            p["conv1d.weight"],
+            p.get("conv1d.bias"),
+            state["conv"],
+            self.activation,
         )
-        xbc = nn.ACTIVATIONS[self.activation](xbc)
-        xs, Bm, Cm = jnp.split(xbc, [inner, inner + maps], axis=-1)
-        dt = jnp.clip(jax.nn.softplus(dt + p["dt_bias"]), *self.dt_limit)
-        inputs = (
-            xs.reshape(B, T, self.num_heads, self.head_dim),
-            jnp.where(rows.valid(T)[..., None], dt, 0.0),
-            -jnp.exp(p["A_log"]),
-            Bm.reshape(B, T, self.n_groups, self.state_size),
-            Cm.reshape(B, T, self.n_groups, self.state_size),
-            p["D"],
-            state["ssm"],
-        )
-        y, hidden = ssd.step(*inputs) if T == 1 else ssd.scan(*inputs, SCAN_CHUNK)
-        y = self._gate(p, y.reshape(B, T, inner), z)
+        xs, Bm, Cm = split(xbc, [inner, maps, maps])
+        heads = ssd.Heads(p["dt_bias"], p["A_log"], p["D"], self.dt_limit)
+        gate = z if self.norm == "none" else None
+        y, hidden = ssd.mix(xs, dt, Bm, Cm, heads, rows.lengths, state["ssm"], SCAN_CHUNK, gate)
+        if self.norm != "none":
+            order = "gate_first" if self.norm == "gated" else "norm_first"
+            y = norm.gated(y, z, p["norm.weight"], self.n_groups, self.eps, order)
         y = nn.linear(y, p["out_proj.weight"], p.get("out_proj.bias"))
         return y, {"conv": tail, "ssm": hidden}
-
-    def _gate(self, p: Mapping[str, Array], y: Array, z: Array) -> Array:
-        if self.norm == "gated":
-            return nn.group_rms_norm(y * jax.nn.silu(z), p["norm.weight"], self.n_groups, self.eps)
-        if self.norm == "norm_first":
-            y = nn.group_rms_norm(y, p["norm.weight"], self.n_groups, self.eps)
-        return y * jax.nn.silu(z)

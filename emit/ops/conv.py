@@ -10,6 +10,8 @@
 | tail   | [B, K-1, C]   | f32   |
 | y      | as x          | f32   |
 
+x may be columns of a wider array. act is named as in `nn.ACTIVATIONS`; None is no activation.
+
 Identity update for padding: the new tail is the last K-1 *valid* inputs, so a row of length 0 keeps
 its tail; outputs at padded positions are meaningless.
 """
@@ -20,21 +22,39 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from emit import kernels
+from emit.kernels import Operand, on_cpu
+from emit.kernels import conv as conv_kernels
+from emit.ops import nn
 
+
+@on_cpu(conv_kernels.conv)
 def step(
-    x: Array, lengths: Array, weight: Array, bias: Array | None, tail: Array
+    x: Operand,
+    lengths: Array,
+    weight: Array,
+    bias: Array | None,
+    tail: Array,
+    activation: str | None = None,
 ) -> tuple[Array, Array]:
     """One token for each row; rows with `lengths` 0 (i32[B]) keep their tail. Returns (y, tail)."""
-    window = jnp.concatenate([tail, x], axis=1)
+    window = jnp.concatenate([tail, kernels.array(x)], axis=1)
     y = jnp.sum(window * weight, axis=1, keepdims=True)
     new_tail = jnp.where((lengths > 0)[:, None, None], window[:, 1:], tail)
-    return (y if bias is None else y + bias), new_tail
+    return _activated(y, bias, activation), new_tail
 
 
+@on_cpu(conv_kernels.conv)
 def scan(
-    x: Array, lengths: Array, weight: Array, bias: Array | None, tail: Array
+    x: Operand,
+    lengths: Array,
+    weight: Array,
+    bias: Array | None,
+    tail: Array,
+    activation: str | None = None,
 ) -> tuple[Array, Array]:
     """T tokens for each row, the first `lengths[b]` (i32[B]) of them valid. Returns (y, tail)."""
+    x = kernels.array(x)
     steps, kernel = x.shape[1], weight.shape[0]
     window = jnp.concatenate([tail, x], axis=1)
     y = window[:, :steps] * weight[0]
@@ -46,4 +66,9 @@ def scan(
             for b in range(x.shape[0])
         ]
     )
-    return (y if bias is None else y + bias), new_tail
+    return _activated(y, bias, activation), new_tail
+
+
+def _activated(y: Array, bias: Array | None, activation: str | None) -> Array:
+    y = y if bias is None else y + bias
+    return y if activation is None else nn.ACTIVATIONS[activation](y)

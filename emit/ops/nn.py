@@ -16,8 +16,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
+from emit import kernels
+from emit.kernels import Operand, on_cpu
 from emit.kernels import linear as linear_kernels
-from emit.kernels import on_cpu
+from emit.kernels import norm as norm_kernels
 from emit.ops import quantized
 from emit.ops.quantized import Quantized, Weight
 
@@ -76,13 +78,17 @@ def embed(tokens: Array, table: Weight) -> Array:
     return jnp.take(table, inside, axis=0, mode="clip").astype(jnp.float32)
 
 
-def rms_norm(x: Array, weight: Array, eps: float) -> Array:
+@on_cpu(norm_kernels.rms_norm)
+def rms_norm(x: Operand, weight: Array, eps: float) -> Array:
     """`x / sqrt(mean(x²) + eps) * weight` over the last axis (arXiv:1910.07467, eq. 4), float32."""
+    x = kernels.array(x)
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
-def group_rms_norm(x: Array, weight: Array, groups: int, eps: float) -> Array:
+@on_cpu(norm_kernels.group_rms_norm)
+def group_rms_norm(x: Operand, weight: Array, groups: int, eps: float) -> Array:
     """RMSNorm over each of `groups` equal parts of the last axis: x f32[B, T, K], weight f32[K]."""
+    x = kernels.array(x)
     parts = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)
     scale = jax.lax.rsqrt(jnp.mean(parts * parts, axis=-1, keepdims=True) + eps)
     return (parts * scale).reshape(x.shape) * weight

@@ -13,19 +13,74 @@
 | state  | [B, H, P, N]    | h                                             |
 
 Everything is float32. Identity update for padding: dt = 0, which leaves h as it is exactly.
+
+`mix` is the whole of it, from the step sizes before their softplus to the gate.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
+from emit import kernels
+from emit.kernels import Operand, on_cpu
+from emit.kernels import ssd as ssd_kernels
 from emit.ops import nn
 
 GRID = 256.0
 FORGOTTEN = -104.0  # exp of it is 0 in float32, and so is that of anything less
 MASKED = -1e30  # exp of it is exactly 0; an infinity would make NaN where it meets its own negative
+
+
+@dataclass(frozen=True)
+class Heads:
+    """What each of H heads has of its own, f32[H] each, and the limits of all step sizes."""
+
+    dt_bias: Array
+    A_log: Array
+    D: Array
+    dt_limit: tuple[float, float] = (0.0, float("inf"))
+
+
+@on_cpu(ssd_kernels.mix)
+def mix(
+    x: Operand,
+    dt: Operand,
+    Bm: Operand,
+    Cm: Operand,
+    heads: Heads,
+    lengths: Array,
+    state: Array,
+    chunk: int,
+    gate: Operand | None = None,
+) -> tuple[Array, Array]:
+    """x [B, T, H P] -> (y [B, T, H P], state), a step where T is 1, else a scan in chunks.
+
+    dt [B, T, H] is what clamp(softplus(dt + dt_bias)) is the step size of, A = -exp(A_log); Bm, Cm
+    [B, T, G N]; state [B, H, P, N]. With a gate [B, T, H P] y is multiplied by silu(gate). Tokens
+    from `lengths[b]` (i32[B]) on leave the state as it is. What are parts of projections may be
+    columns of them.
+    """
+    x, dt, Bm, Cm = (kernels.array(each) for each in (x, dt, Bm, Cm))
+    B, T, inner = x.shape
+    _, H, P, N = state.shape
+    dt = jnp.clip(jax.nn.softplus(dt + heads.dt_bias), *heads.dt_limit)
+    valid = nn.iota(T)[None, :] < lengths[:, None]
+    inputs = (
+        x.reshape(B, T, H, P),
+        jnp.where(valid[..., None], dt, 0.0),
+        -jnp.exp(heads.A_log),
+        Bm.reshape(B, T, -1, N),
+        Cm.reshape(B, T, -1, N),
+        heads.D,
+        state,
+    )
+    y, state = step(*inputs) if T == 1 else scan(*inputs, chunk)
+    y = y.reshape(B, T, inner)
+    return (y if gate is None else y * jax.nn.silu(kernels.array(gate))), state
 
 
 def step(
