@@ -54,7 +54,7 @@ class Columns:
         return self.whole.shape[-1], self.start
 
 
-Operand = Array | Columns
+Values = Array | Columns
 
 
 def split(x: Array, widths: Sequence[int]) -> list[Columns]:
@@ -63,12 +63,12 @@ def split(x: Array, widths: Sequence[int]) -> list[Columns]:
     return [Columns(x, start, width) for start, width in zip(starts, widths, strict=True)]
 
 
-def array(x: Operand) -> Array:
+def array(x: Values) -> Array:
     """As an array."""
     return x.array if isinstance(x, Columns) else x
 
 
-def columns(x: Operand) -> Columns:
+def columns(x: Values) -> Columns:
     """As columns."""
     return x if isinstance(x, Columns) else Columns(x, 0, x.shape[-1])
 

@@ -6,14 +6,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from emit import kernels
-from emit.kernels import Operand
+from emit.kernels import Values
 
 ACTIVATIONS = {None: 0, "silu": 1, "swish": 1}  # as in conv.c
 LANES = 16  # of the widest vectors
 
 
 def conv(
-    x: Operand,
+    x: Values,
     lengths: Array,
     weight: Array,
     bias: Array | None,

@@ -9,24 +9,24 @@ import jax.numpy as jnp
 from jax import Array
 
 from emit import kernels
-from emit.kernels import Operand
+from emit.kernels import Values
 
 NONE, BEFORE, AFTER = 0, 1, 2  # as in norm.c
 
 
-def rms_norm(x: Operand, weight: Array, eps: float) -> Array | None:
+def rms_norm(x: Values, weight: Array, eps: float) -> Array | None:
     """`nn.rms_norm` by the kernel."""
     return _norm(x, None, weight, 1, eps, NONE)
 
 
-def group_rms_norm(x: Operand, weight: Array, groups: int, eps: float) -> Array | None:
+def group_rms_norm(x: Values, weight: Array, groups: int, eps: float) -> Array | None:
     """`nn.group_rms_norm` by the kernel."""
     return _norm(x, None, weight, groups, eps, NONE)
 
 
 def gated(
     x: Array,
-    gate: Operand,
+    gate: Values,
     weight: Array,
     groups: int,
     eps: float,
@@ -37,7 +37,7 @@ def gated(
 
 
 def _norm(
-    x: Operand, gate: Operand | None, weight: Array, groups: int, eps: float, how: int
+    x: Values, gate: Values | None, weight: Array, groups: int, eps: float, how: int
 ) -> Array | None:
     x = kernels.columns(x)
     z = x if gate is None else kernels.columns(gate)

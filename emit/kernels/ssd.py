@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from emit import kernels
-from emit.kernels import Operand
+from emit.kernels import Values
 
 if TYPE_CHECKING:
     from emit.ops.ssd import Heads
@@ -18,15 +18,15 @@ STATE_ROWS = 16
 
 
 def mix(
-    x: Operand,
-    dt: Operand,
-    Bm: Operand,
-    Cm: Operand,
+    x: Values,
+    dt: Values,
+    Bm: Values,
+    Cm: Values,
     heads: Heads,
     lengths: Array,
     state: Array,
     chunk: int,
-    gate: Operand | None = None,
+    gate: Values | None = None,
 ) -> tuple[Array, Array] | None:
     """`ssd.mix` by the kernels, which have chunks of their own."""
     del chunk

@@ -23,14 +23,14 @@ import jax.numpy as jnp
 from jax import Array
 
 from emit import kernels
-from emit.kernels import Operand, on_cpu
+from emit.kernels import Values, on_cpu
 from emit.kernels import conv as conv_kernels
 from emit.ops import nn
 
 
 @on_cpu(conv_kernels.conv)
 def step(
-    x: Operand,
+    x: Values,
     lengths: Array,
     weight: Array,
     bias: Array | None,
@@ -46,7 +46,7 @@ def step(
 
 @on_cpu(conv_kernels.conv)
 def scan(
-    x: Operand,
+    x: Values,
     lengths: Array,
     weight: Array,
     bias: Array | None,

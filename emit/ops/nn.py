@@ -17,7 +17,7 @@ import numpy as np
 from jax import Array
 
 from emit import kernels
-from emit.kernels import Operand, on_cpu
+from emit.kernels import Values, on_cpu
 from emit.kernels import linear as linear_kernels
 from emit.kernels import norm as norm_kernels
 from emit.ops import quantized
@@ -79,14 +79,14 @@ def embed(tokens: Array, table: Weight) -> Array:
 
 
 @on_cpu(norm_kernels.rms_norm)
-def rms_norm(x: Operand, weight: Array, eps: float) -> Array:
+def rms_norm(x: Values, weight: Array, eps: float) -> Array:
     """`x / sqrt(mean(x²) + eps) * weight` over the last axis (arXiv:1910.07467, eq. 4), float32."""
     x = kernels.array(x)
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * weight
 
 
 @on_cpu(norm_kernels.group_rms_norm)
-def group_rms_norm(x: Operand, weight: Array, groups: int, eps: float) -> Array:
+def group_rms_norm(x: Values, weight: Array, groups: int, eps: float) -> Array:
     """RMSNorm over each of `groups` equal parts of the last axis: x f32[B, T, K], weight f32[K]."""
     x = kernels.array(x)
     parts = x.reshape(*x.shape[:-1], groups, x.shape[-1] // groups)

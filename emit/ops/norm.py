@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from emit import kernels
-from emit.kernels import Operand, on_cpu
+from emit.kernels import Values, on_cpu
 from emit.kernels import norm as norm_kernels
 from emit.ops import nn
 
@@ -34,7 +34,7 @@ def group_norm(x: Array, weight: Array, bias: Array, eps: float) -> Array:
 @on_cpu(norm_kernels.gated)
 def gated(
     x: Array,
-    gate: Operand,
+    gate: Values,
     weight: Array,
     groups: int,
     eps: float,

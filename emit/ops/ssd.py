@@ -26,7 +26,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from emit import kernels
-from emit.kernels import Operand, on_cpu
+from emit.kernels import Values, on_cpu
 from emit.kernels import ssd as ssd_kernels
 from emit.ops import nn
 
@@ -47,15 +47,15 @@ class Heads:
 
 @on_cpu(ssd_kernels.mix)
 def mix(
-    x: Operand,
-    dt: Operand,
-    Bm: Operand,
-    Cm: Operand,
+    x: Values,
+    dt: Values,
+    Bm: Values,
+    Cm: Values,
     heads: Heads,
     lengths: Array,
     state: Array,
     chunk: int,
-    gate: Operand | None = None,
+    gate: Values | None = None,
 ) -> tuple[Array, Array]:
     """x [B, T, H P] -> (y [B, T, H P], state), a step where T is 1, else a scan in chunks.
 
