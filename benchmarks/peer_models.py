@@ -40,11 +40,11 @@ class PeerModel:
 
 MODELS = {
     "mamba2-130m": PeerModel(
-        "mamba2-130m", {1: "b1-p32+256", 8: "b8-p32+256"}, 1152
+        "mamba2-130m", {1: "b1-p32+256", 8: "b8-p32"}, 1152
     ),
     "falcon-h1-90m": PeerModel(
         "falcon-h1-tiny-90m",
-        {1: "b1-p32+256-c1152", 8: "b8-p32+256-c1152"},
+        {1: "b1-p32+256-c1152", 8: "b8-p32-c1152"},
         1152,
         # llama.cpp's conversion leaves the second out where embeddings are tied.
         {"embedding_multiplier": 1.0, "lm_head_multiplier": 1.0},
@@ -121,12 +121,18 @@ def built(name: str, kind: str, work: Path) -> bool:
     return all((bundle(name, kind, n, work) / "manifest.json").exists() for n in found)
 
 
-def prepare(name: str, types: list[str], work: Path, say: Callable[[str], None]) -> None:
-    """Makes what is missing or outdated; what a build or llama.cpp refuses is said and left out."""
+def prepare(
+    name: str, types: list[str], work: Path, options: list[str], say: Callable[[str], None]
+) -> None:
+    """Makes what is missing or outdated; what a build or llama.cpp refuses is said and left out.
+
+    `options` are for `doit build`.
+    """
     source = checkpoint(name, work)
     for kind in types:
         for shape in MODELS[name].shapes.values():
-            words = [f"model={source}", "target=cpu", f"weights={kind}", f"shape={shape}"]
+            words = [*options, f"model={source}", "target=cpu", f"weights={kind}"]
+            words += [f"shape={shape}"]
             try:
                 made = build(words, bundle_home(work, kind), work / "cache")
                 say(f"{made.relative_to(work)}")

@@ -260,6 +260,7 @@ def arguments() -> argparse.Namespace:
     )
     parser.add_argument("--work", type=Path, required=True, help="where everything built is kept")
     parser.add_argument("--prepare", action="store_true", help="build and check, measure nothing")
+    parser.add_argument("--no-proof", action="store_true", help="build so, for a rehearsal")
     lists = {"only": PARTS, "types": TYPES, "models": tuple(MODELS),
              "sides": ("ours", "llama.cpp", "torch")}  # fmt: skip
     for name, words in lists.items():
@@ -288,7 +289,7 @@ def prepared(args: argparse.Namespace) -> None:
     checks = args.work / "check.json"
     known = json.loads(checks.read_text()) if checks.exists() else {}
     for name in args.models:
-        prepare(name, args.types, args.work, say)
+        prepare(name, args.types, args.work, ["--no-proof"] * args.no_proof, say)
         known[name] = known.get(name, {}) | compare(name, args)
         checks.write_text(json.dumps(known, indent=1))
 
