@@ -6,8 +6,7 @@
 | scales  | [..., O, K / group]  | f32, bf16 or f16                             |
 | offsets | [..., O, K / group]  | as the layout says, a zero as i8; or None    |
 
-The number of a code is in float32, as `emit.packed` says. A product takes the inputs in two halves
-where a byte holds two codes, the even ones and the odd ones: so nothing moves the codes.
+The number of a code is in float32, as `emit.packed` says.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from emit.packed import Layout
@@ -61,33 +61,33 @@ class Quantized:
 
     def astype(self, dtype: jnp.dtype) -> Array:
         """[..., O, K]: the numbers, `dtype`."""
-        wide = jnp.stack(self.halves(), axis=-1)
-        return wide.reshape(self.shape).astype(dtype)
+        return self.numbers().reshape(self.shape).astype(dtype)
 
-    def halves(self) -> list[Array]:
-        """f32[..., O, K / n] for each of the n = 8 / bits codes of a byte."""
-        layout, byte = self.layout, self.codes.astype(jnp.int32)
-        grouped = (*self.scales.shape, layout.group * layout.bits // 8)
-        codes = [byte & 15, (byte >> 4) & 15] if layout.bits == 4 else [byte & 255]
+    def numbers(self) -> Array:
+        """f32[..., O, G, B, n]: the numbers of G groups of B bytes of n codes.
+
+        One element is one expression of a byte and its scale: nothing is moved or put together.
+        """
+        layout, codes = self.layout, self.codes.astype(jnp.int32)
+        count = 8 // layout.bits
+        codes = codes.reshape(*self.scales.shape, layout.group // count, 1)
+        if count > 1:
+            codes = codes >> jnp.asarray(np.arange(count, dtype=np.int32) * layout.bits)
+        codes = codes & (2**layout.bits - 1)
         if layout.table == "int":
             middle = 2 ** (layout.bits - 1)
-            codes = [(code ^ middle) - middle for code in codes]
-        return [self._number(code.reshape(grouped)).reshape(byte.shape) for code in codes]
-
-    def _number(self, codes: Array) -> Array:
-        """f32[..., G, n] of codes of the same shape."""
-        layout = self.layout
+            codes = (codes ^ middle) - middle
         if layout.table in ("uint", "int"):
             values = codes.astype(jnp.float32)
         else:
-            values = jnp.asarray(layout.values())[codes]
-        scales = self.scales.astype(jnp.float32)[..., None]
+            values = jnp.take(jnp.asarray(layout.values()), codes, mode="clip")
+        scales = self.scales.astype(jnp.float32)[..., None, None]
         if self.offsets is None:
             return values * scales
         if layout.offset == "zero":
-            zero = self.offsets.astype(jnp.int32) & 255
-            return (values - zero.astype(jnp.float32)[..., None]) * scales
-        return values * scales + self.offsets.astype(jnp.float32)[..., None]
+            zero = (self.offsets.astype(jnp.int32) & 255).astype(jnp.float32)
+            return (values - zero[..., None, None]) * scales
+        return values * scales + self.offsets.astype(jnp.float32)[..., None, None]
 
 
 Weight = Array | Quantized
@@ -95,19 +95,14 @@ Weight = Array | Quantized
 
 def product(x: Array, weight: Quantized) -> Array:
     """`x @ weight.T`: x f32[M, K], weight [O, K] -> f32[M, O]."""
-    halves = weight.halves()
-    parts = [x[:, i :: len(halves)] for i in range(len(halves))]
     if x.shape[0] <= FEW:
-        terms = (a[:, None] * w[None] for a, w in zip(parts, halves, strict=True))
-        return jnp.sum(sum(terms, jnp.float32(0)), axis=-1)
-    products = (
-        jax.lax.dot_general(
-            a,
-            w,
-            (((1,), (1,)), ((), ())),
-            precision=jax.lax.Precision.HIGHEST,
-            preferred_element_type=jnp.float32,
-        )
-        for a, w in zip(parts, halves, strict=True)
+        numbers = weight.numbers()
+        inputs = x.reshape(len(x), 1, *numbers.shape[1:])
+        return jnp.sum(inputs * numbers[None], axis=(-3, -2, -1))
+    return jax.lax.dot_general(
+        x,
+        weight.astype(jnp.float32),
+        (((1,), (1,)), ((), ())),
+        precision=jax.lax.Precision.HIGHEST,
+        preferred_element_type=jnp.float32,
     )
-    return sum(products, jnp.float32(0))
