@@ -38,7 +38,8 @@ int peer_quantize(const char *from, const char *to, int type, int threads) {
     return (int)llama_model_quantize(from, to, &params);
 }
 
-// `sequences` independent ones of at most `length` tokens; `wide`: a KV cache of f32 instead of f16.
+// `sequences` independent ones of at most `length` tokens. `wide`: attention and its cache in f32,
+// which are f16 by default.
 struct peer *peer_open(const char *path, int length, int sequences, int threads, int wide) {
     struct peer *peer = calloc(1, sizeof *peer);
     struct llama_context_params params = llama_context_default_params();
@@ -47,7 +48,10 @@ struct peer *peer_open(const char *path, int length, int sequences, int threads,
     params.n_ctx = (uint32_t)(length * sequences);
     params.n_seq_max = (uint32_t)sequences;
     params.n_threads = params.n_threads_batch = threads;
-    if (wide) params.type_k = params.type_v = GGML_TYPE_F32;
+    if (wide) {
+        params.type_k = params.type_v = GGML_TYPE_F32;
+        params.flash_attn_type = LLAMA_FLASH_ATTN_TYPE_DISABLED;
+    }
     peer->context = llama_init_from_model(peer->model, params);
     if (peer->context == NULL) return NULL;
     peer->batch = llama_batch_init((int32_t)llama_n_batch(peer->context), 0, 1);

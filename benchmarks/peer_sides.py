@@ -170,7 +170,7 @@ class Llama:
         self._model(1).eval(np.array([tokens], np.int32), 0)
 
     def logits(self, tokens: list[int], forced: list[int]) -> np.ndarray[Any, Any]:
-        """See Side; with a KV cache of f32, which is f16 elsewhere."""
+        """See Side; in f32 throughout: attention and its cache, which are f16 elsewhere."""
         model = Model(self._lib, self._path, self._length, 1, wide=True)
         model.eval(np.array([tokens], np.int32), 0)
         found = [model.logits(len(tokens))]
