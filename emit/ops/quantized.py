@@ -11,6 +11,9 @@ The number of a code is in float32, as `emit.packed` says.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 
@@ -21,7 +24,19 @@ from jax import Array
 
 from emit.packed import Layout
 
-FEW = 8  # rows up to which a product is multiply and sum: one operation that reads the codes once
+FEW = 8  # rows, as of a decode
+_FUSED: ContextVar[bool] = ContextVar("products fused", default=False)
+
+
+@contextlib.contextmanager
+def fused() -> Iterator[None]:
+    """Within it, products are traced to be compiled; else to be run by JAX, which is fast at others
+    where rows are many."""
+    token = _FUSED.set(True)
+    try:
+        yield
+    finally:
+        _FUSED.reset(token)
 
 
 @partial(
@@ -94,15 +109,23 @@ Weight = Array | Quantized
 
 
 def product(x: Array, weight: Quantized) -> Array:
-    """`x @ weight.T`: x f32[M, K], weight [O, K] -> f32[M, O]."""
-    if x.shape[0] <= FEW:
-        numbers = weight.numbers()
-        inputs = x.reshape(len(x), 1, *numbers.shape[1:])
-        return jnp.sum(inputs * numbers[None], axis=(-3, -2, -1))
-    return jax.lax.dot_general(
-        x,
-        weight.astype(jnp.float32),
-        (((1,), (1,)), ((), ())),
-        precision=jax.lax.Precision.HIGHEST,
-        preferred_element_type=jnp.float32,
-    )
+    """`x @ weight.T`: x f32[M, K], weight [O, K] -> f32[M, O].
+
+    Multiply and sum, for this the compiler makes one operation that reads the codes: a product of
+    matrices would be one of numbers, written out before it. The sum of a group comes first where
+    rows are few, or vulkan wants more shared memory than there is.
+    """
+    few = x.shape[0] <= FEW
+    if not few and not _FUSED.get():
+        return jax.lax.dot_general(
+            x,
+            weight.astype(jnp.float32),
+            (((1,), (1,)), ((), ())),
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+    numbers = weight.numbers()
+    terms = x.reshape(len(x), 1, *numbers.shape[1:]) * numbers[None]
+    if few:
+        return jnp.sum(jnp.sum(terms, axis=(-2, -1)), axis=-1)
+    return jnp.sum(terms, axis=(-3, -2, -1))
