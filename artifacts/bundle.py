@@ -11,6 +11,7 @@ from typing import Any
 
 from artifacts import buildlog
 from artifacts.disk import explained, hash_file, sync, write_new
+from artifacts.fetch import TOKENIZER_FILES
 from artifacts.locks import locked
 from artifacts.proof import Compiled, compile_and_prove, tolerance
 from artifacts.records import Blob
@@ -18,12 +19,6 @@ from artifacts.stages import Miss, Stages
 from runtime import manifest as manifest_file
 from runtime.errors import UserError
 from runtime.manifest import Manifest
-
-TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.jsonl", "tiktoken.model", "rwkv_vocab_v20230424.txt",
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json",
-    "chat_template.jinja",
-)  # fmt: skip
 
 
 def build(stages: Stages, root: Path) -> Path:

@@ -21,6 +21,8 @@ from artifacts.actions import Action, Result, run
 from artifacts.buildlog import BuildLog
 from artifacts.fetch import Checkpoint, NotHere, fetch
 from artifacts.job import Job
+from artifacts.perplexity import part as perplexity_part
+from artifacts.perplexity import source_perplexity
 from artifacts.records import Blob, Record
 from artifacts.sources import source_digest
 from artifacts.store import Store
@@ -110,7 +112,7 @@ class Stages:
 
     def _gguf_config(self, checkpoint: Checkpoint) -> Any:
         """What the metadata of the GGUF file say of the model."""
-        fields = {"files": self._weight_files(), "source": source_digest(["emit.gguf_config"])}
+        fields = {"files": self.weight_files(), "source": source_digest(["emit.gguf_config"])}
 
         def produce(scratch: Path) -> dict[str, Path]:
             out = scratch / "out"
@@ -151,7 +153,7 @@ class Stages:
             raise UserError(f"{name}: found a {type(content).__name__}, expected a JSON object")
         return content
 
-    def _weight_files(self) -> dict[str, str]:
+    def weight_files(self) -> dict[str, str]:
         assert self.checkpoint is not None
         return {
             name: digest[0]
@@ -161,12 +163,12 @@ class Stages:
             or name.endswith(".gguf")
         }
 
-    def _readers(self) -> list[str]:
+    def readers(self) -> list[str]:
         """Packages that read these weights alone."""
         coded = "quantization_config" in json.loads(self.config)
         return ["gguf"] if coded and self.checkpoint and self.checkpoint.gguf else []
 
-    def _sources(self, *modules: str) -> str:
+    def sources(self, *modules: str) -> str:
         """Digest of our own source files behind these modules and the family's."""
         try:
             return source_digest([*modules, f"emit.families.{self.family}"])
@@ -187,7 +189,7 @@ class Stages:
             return known
         action = Action(
             "weight-type",
-            {"files": self._weight_files(), "source": self._sources("emit.__main__")},
+            {"files": self.weight_files(), "source": self.sources("emit.__main__")},
             self.job.about,
         )
 
@@ -209,11 +211,11 @@ class Stages:
         if not self.job.params or self.checkpoint is None or self.weights in FLOATS:
             return None
         fields = {
-            "files": self._weight_files(),
+            "files": self.weight_files(),
             "weights": self.weights,
             "words": self._words,
-            "source": self._sources("emit.__main__", "emit.storage"),
-            "tools": versions(self._readers()),
+            "source": self.sources("emit.__main__", "emit.storage"),
+            "tools": versions(self.readers()),
         }
 
         def produce(scratch: Path) -> dict[str, Path]:
@@ -258,11 +260,11 @@ class Stages:
             else json.dumps(self.job.model.config, sort_keys=True)
         )
         fields = {
-            "files": self._weight_files(),
+            "files": self.weight_files(),
             **self._stored,
             "recipe_config": wanted,
-            "source": self._sources("emit.__main__", "emit.checkpoint", "emit.convert"),
-            "tools": versions(["numpy", "ml-dtypes", *self._readers()]),
+            "source": self.sources("emit.__main__", "emit.checkpoint", "emit.convert"),
+            "tools": versions(["numpy", "ml-dtypes", *self.readers()]),
         }
 
         action = Action("convert", fields, self.job.about)
@@ -296,7 +298,7 @@ class Stages:
             **self._stored,
             "shape": self.job.shape.name,
             "kernels": self.job.kernels,
-            "source": self._sources("emit.__main__", "emit.stablehlo"),
+            "source": self.sources("emit.__main__", "emit.stablehlo"),
             "tools": versions(["jax", "jaxlib", "numpy"]),
         }
 
@@ -377,6 +379,7 @@ class Stages:
         if params is None:
             return None
         blob = params.outputs["params"]
+        source = source_perplexity(self, SEED)
         tokens = REFERENCE_TOKENS // (3 if blob.size > LONG_REFERENCE_BYTES else 1)
         fields = {
             "interface": self.emit.outputs["interface.json"].sha256,
@@ -384,19 +387,23 @@ class Stages:
             "shape": self.job.shape.name,
             **self._stored,
             "params": blob.sha256,
+            **({"perplexity": source.sha256} if source else {}),
             "seed": SEED,
             "tokens": tokens if self.job.params else 0,
-            "source": self._sources("emit.__main__", "emit.expect", "runtime.probe"),
+            "source": self.sources("emit.__main__", "emit.expect", "runtime.probe"),
             "tools": versions(["jax", "jaxlib", "numpy"]),
         }
 
         def produce(scratch: Path) -> dict[str, Path]:
-            return self._produce_expected(scratch, params, int(fields["tokens"]))
+            part = perplexity_part(self, source)
+            return self._produce_expected(scratch, params, int(fields["tokens"]), part)
 
         with self.log.stage("expect"):
             return self._run("expect", fields, produce)
 
-    def _produce_expected(self, scratch: Path, params: Result, tokens: int) -> dict[str, Path]:
+    def _produce_expected(
+        self, scratch: Path, params: Result, tokens: int, more: Mapping[str, Any]
+    ) -> dict[str, Path]:
         interface = self._named(scratch, "interface.json", self.emit)
         archive = self._named(scratch, "params.irpa", params, "params")
         given, out = scratch / "inputs", scratch / "out"
@@ -410,7 +417,7 @@ class Stages:
         arguments = ["summarize", interface, "--seed", str(SEED), "--expected", out]
         process.run_module(probe, [*arguments, "--out", entries], scratch)
         content: dict[str, Any] = json.loads((out / "prompts.json").read_text())
-        content |= {"schema": 1, "entries": json.loads(entries.read_text())}
+        content |= {"schema": 1, "entries": json.loads(entries.read_text()), **more}
         (out / "prompts.json").unlink()
         text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
         (out / "reference.json").write_text(text + "\n")

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 import sys
+import tempfile
 import traceback
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +90,20 @@ def _type(args: argparse.Namespace) -> None:
         source = dequantized(checkpoint, checkpoint.config)
         word = own_type(weight_map, source, resolve(weight_map, source))
     (args.out / "type.txt").write_text(word + "\n")
+
+
+def _perplexity(args: argparse.Namespace) -> None:
+    from emit.dequant import dequantized
+    from emit.gguf_checkpoint import opened
+    from emit.perplexity import of_source
+
+    checkpoint = opened(args.checkpoint)
+    rows = json.loads(args.rows.read_text(encoding="utf-8"))
+    with _named(args.checkpoint), tempfile.TemporaryDirectory(dir=args.out) as scratch:
+        source = dequantized(checkpoint, checkpoint.config)
+        loss = of_source(checkpoint.config, source, rows, Path(scratch))
+    content = json.dumps({"rows": rows, "source_loss": loss})
+    (args.out / "perplexity.json").write_text(content + "\n", encoding="utf-8")
 
 
 def _pth(args: argparse.Namespace) -> None:
@@ -189,6 +204,10 @@ def _parser() -> argparse.ArgumentParser:
     convert.add_argument("--expect-config", help="JSON the checkpoint's config must agree with")
     convert.add_argument("--key", help="go on with what was killed under the same key in --out")
     convert.set_defaults(run=_convert)
+    loss = commands.add_parser("perplexity", help="checkpoint → perplexity.json, its own loss")
+    loss.add_argument("checkpoint", type=Path)
+    loss.add_argument("--rows", type=Path, required=True, help="JSON, rows of token ids")
+    loss.set_defaults(run=_perplexity)
     kind = commands.add_parser("type", help="checkpoint directory → type.txt, its weight type")
     kind.add_argument("checkpoint", type=Path)
     kind.set_defaults(run=_type)
@@ -217,7 +236,7 @@ def _parser() -> argparse.ArgumentParser:
     for sub in (convert, storage, graphs, wanted):
         sub.add_argument("--weights", required=True, choices=TYPES)
         sub.add_argument("--words", default=",".join(FLOATS), help="float types of the target")
-    for sub in (pth, gguf, kind, convert, storage, graphs, objects, wanted):
+    for sub in (pth, gguf, loss, kind, convert, storage, graphs, objects, wanted):
         sub.add_argument("--out", type=Path, required=True)
     return parser
 

@@ -158,7 +158,7 @@ def plan(
             kept = carried.scale if carried.scale in words else "f32"
             how[param.name] = dataclasses.replace(carried, scale=kept)
         elif param.use == "kept":
-            word = KEPT if form is None or source is None else _own(form, source)
+            word = KEPT if form is None or source is None else own_word(form, source)
             how[param.name] = word if word in words else "f32"
         else:
             how[param.name] = default(weights, param.use, param.shape[-1], scale)
@@ -178,7 +178,7 @@ def coded_parts(form: Form, source: Source) -> list[Coded | None]:
     return [coded.get(name) for name in form.names]
 
 
-def _own(form: Form, source: Source) -> str:
+def own_word(form: Form, source: Source) -> str:
     """The float type of the form's tensors, f32 where they differ or are quantised."""
     found = {source.tensors[name].dtype for name in form.names}
     word = found.pop() if len(found) == 1 else "f32"
@@ -194,7 +194,7 @@ def own_type(weight_map: WeightMap, source: Source, chosen: Mapping[str, Form]) 
     for param in matrices:
         form = chosen[param.name]
         layout = carriable(form, source)
-        word = _own(form, source) if layout is None else f"int{layout.bits}"
+        word = own_word(form, source) if layout is None else f"int{layout.bits}"
         numbers[word] += param.size
     found = [word for word, count in numbers.items() if count]
     if len(found) == 1:

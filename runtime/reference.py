@@ -64,6 +64,19 @@ class Entries:
 
 
 @dataclass(frozen=True)
+class Perplexity:
+    """Rows of token ids, and the mean of -log p in nats that the source of the weights, before they
+    were quantised, gives their tokens but the first of each."""
+
+    rows: tuple[tuple[int, ...], ...]
+    source_loss: float
+
+    def __post_init__(self) -> None:
+        if not self.rows or any(len(row) < 2 for row in self.rows):
+            raise ValueError("rows, expected some, of at least two tokens each")
+
+
+@dataclass(frozen=True)
 class Reference:
     """The file."""
 
@@ -71,6 +84,7 @@ class Reference:
     oracle: Oracle
     prompts: tuple[Prompt, ...]
     entries: Entries | None
+    perplexity: Perplexity | None = None
 
     def __post_init__(self) -> None:
         if self.schema != SCHEMA:

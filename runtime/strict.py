@@ -1,4 +1,5 @@
-"""Strict JSON <-> frozen dataclasses: an unknown, missing, repeated or mistyped key fails."""
+"""Strict JSON <-> frozen dataclasses: an unknown, repeated or mistyped key fails, and a missing one
+unless its field has a default."""
 
 from __future__ import annotations
 
@@ -122,14 +123,16 @@ def _decode_dataclass(cls: Any, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise _wrong(where, value, "an object")
     hints = _hints(cls)
-    missing = sorted(set(hints) - set(value))
+    optional = {f.name for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING}
+    missing = sorted(set(hints) - set(value) - optional)
     unknown = sorted(set(value) - set(hints))
     if missing or unknown:
         parts = [f"missing key {', '.join(missing)}"] if missing else []
         parts += [f"unknown key {', '.join(unknown)}"] if unknown else []
         raise _Mismatch(where, "; ".join(parts))
     prefix = f"{where}." if where else ""
-    fields = {k: decode(kind, value[k], prefix + k) for k, kind in hints.items()}
+    given = {k: kind for k, kind in hints.items() if k in value}
+    fields = {k: decode(kind, value[k], prefix + k) for k, kind in given.items()}
     try:
         return cls(**fields)
     except ValueError as error:

@@ -141,6 +141,8 @@ def check_device(bundle: Path, manifest: mf.Manifest, device: str | None) -> Ite
         session = Session(module, manifest)
         for number, prompt in enumerate(reference.prompts):
             yield check_prompt(session, module, manifest, number, prompt)
+        if reference.perplexity is not None:
+            yield check_perplexity(session, manifest, reference.perplexity)
 
 
 def _entry_rows(checks: list[Check]) -> Iterable[Row]:
@@ -199,6 +201,22 @@ def check_prompt(
     count = len(prompt.generated)
     equal = f"{count - ties} tokens equal" + (f", {ties} near ties" if ties else "")
     return Row(what, True, f"{equal}, top logits within {worst:.1e} (≤ {limit:.1e})")
+
+
+def check_perplexity(session: Session, manifest: mf.Manifest, source: rf.Perplexity) -> Row:
+    """The bundle's perplexity beside its source's: told, and wrong only where it is no number."""
+    from runtime import perplexity
+
+    size, context = manifest.model.vocab_size, manifest.shape.context
+    if any(not 0 <= token < size for row in source.rows for token in row):
+        return Row("perplexity", False, "a reference id outside the vocabulary")
+    if context is not None and max(map(len, source.rows)) > context:
+        return Row("perplexity", False, f"a row of more tokens than the context of {context}")
+    own = perplexity.loss(session, source.rows)
+    count = sum(len(row) - 1 for row in source.rows)
+    if not math.isfinite(own):
+        return Row("perplexity", False, f"a logit of {count} tokens is not a number")
+    return Row("perplexity", True, perplexity.told(own, source.source_loss, count))
 
 
 def _largest(errors: Iterable[float]) -> float:

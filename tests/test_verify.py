@@ -18,6 +18,7 @@ from runtime import probe
 from runtime.cli import main
 from runtime.errors import UserError
 from runtime.module import Module
+from runtime.perplexity import surprise
 from runtime.verify import _largest, verify
 
 pytestmark = pytest.mark.iree
@@ -132,6 +133,37 @@ def test_a_near_tie_is_reported_not_failed(bundle, capsys):
     assert "7 tokens equal, 1 near ties" in capsys.readouterr().out
 
 
+ROWS = [[1, 2, 3, 4], [5, 6], [7, 8, 9], [3, 3, 3], [1, 0]]  # more than the toy has slots
+
+
+def test_perplexity_is_told_beside_that_of_the_source(bundle, capsys):
+    """The toy's own by JAX, and what a source of half its loss makes of it."""
+    params, losses = toy.jax_params(mf.load(bundle).params, 7), []
+    for row in ROWS:
+        for count in range(1, len(row)):
+            (_, (logits, *_)) = toy.greedy(params, row[:count], 1)
+            losses.append(surprise(logits, row[count]))
+    own = math.fsum(losses) / len(losses)
+    for share in (1.0, 0.5):
+        change_reference(
+            bundle, lambda c, s=share: c.update(perplexity={"rows": ROWS, "source_loss": s * own})
+        )
+        assert verify(bundle) == 0
+        change = 100 * math.expm1(own * (1 - share))
+        want = f"{math.exp(own):.3f}, of the source {math.exp(share * own):.3f} ({change:+.2f} %)"
+        found = capsys.readouterr().out
+        assert want.replace("+0.00", "") in found.replace("+0.00", "").replace("-0.00", "")
+        assert f"{len(losses)} tokens" in found
+
+
+def test_perplexity_that_cannot_be_compared_fails(bundle, capsys):
+    change_reference(
+        bundle, lambda c: c.update(perplexity={"rows": [[1, toy.V]], "source_loss": 1.0})
+    )
+    assert verify(bundle) == 1
+    assert "perplexity                   a reference id outside" in capsys.readouterr().out
+
+
 def test_other_weights_fail(bundle, capsys):
     from runtime.params_random import write_archive
 
@@ -171,6 +203,8 @@ def test_nothing_to_compare_with_fails(bundle, capsys):
         (lambda c: c["prompts"][0].update(tokens=[]), "expected some"),
         (lambda c: c["prompts"][0].update(tokens=[99]), "token id 99"),
         (lambda c: c["prompts"][1]["top_logits"][0].pop(), ""),
+        (lambda c: c.update(perplexity={"rows": [[1]], "source_loss": 1.0}), "two tokens each"),
+        (lambda c: c.update(perplexity={"rows": [[1, 2]]}), "missing key source_loss"),
         (lambda c: c.update(entries={"seed": 1, "functions": {}}), "entries.functions"),
     ],
 )

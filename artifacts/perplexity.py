@@ -1,0 +1,68 @@
+"""The perplexity of a quantised bundle's source: the same checkpoint before it was rounded."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from artifacts import process
+from artifacts.actions import Action
+from artifacts.fetch import TOKENIZER_FILES
+from artifacts.process import ROOT
+from artifacts.records import Blob
+from artifacts.sources import source_digest
+from artifacts.tools import versions
+
+if TYPE_CHECKING:
+    from artifacts.stages import Stages
+
+LENGTH = 64  # tokens of a window of the text, where the context has room for them
+TEXT = ROOT / "runtime" / "perplexity.txt"
+
+
+def source_perplexity(stages: Stages, seed: int) -> Blob | None:
+    """`perplexity.json`, that part of reference.json; None for a bundle of float weights.
+
+    It depends on the checkpoint alone, so shapes, targets and integer types share it.
+    """
+    checkpoint = stages.checkpoint
+    if stages.storage is None or checkpoint is None:
+        return None
+    length = min(LENGTH, stages.interface["context"] or LENGTH)
+    names = [name for name in TOKENIZER_FILES if name in checkpoint.files]
+    fields = {
+        "files": stages.weight_files(),
+        "tokenizer": {name: checkpoint.files[name][0] for name in names},
+        "text": hashlib.sha256(TEXT.read_bytes()).hexdigest(),
+        "length": length,
+        "seed": seed,
+        "source": stages.sources("emit.__main__", "emit.perplexity"),
+        "rows": source_digest(["runtime.perplexity"]),
+        "tools": versions(["jax", "jaxlib", "numpy", "ml-dtypes", "tokenizers", *stages.readers()]),
+    }
+
+    def produce(scratch: Path) -> dict[str, Path]:
+        rows, out, given = scratch / "rows.json", scratch / "out", scratch / "tokenizer"
+        given.mkdir()
+        for name in names:
+            stages.store.link(stages.store.put_file(checkpoint.dir / name), given / name)
+        arguments = [given, "--vocab", str(stages.interface["vocab_size"])]
+        arguments += ["--length", str(length), "--seed", str(seed), "--out", rows]
+        process.run_module("runtime.perplexity", arguments, scratch)
+        arguments = ["perplexity", checkpoint.place, "--rows", rows, "--out", out]
+        stages.log.add(process.run_module("emit", arguments, scratch, progress=True))
+        return {"perplexity": out / "perplexity.json"}
+
+    with stages.log.stage("perplexity"):
+        result = stages.run_action(Action("perplexity", fields, stages.job.about), produce)
+        stages.log.result("perplexity", result)
+    return result.outputs["perplexity"]
+
+
+def part(stages: Stages, blob: Blob | None) -> dict[str, object]:
+    """What reference.json holds of it."""
+    if blob is None:
+        return {}
+    return {"perplexity": json.loads(stages.store.path(blob).read_text(encoding="utf-8"))}
