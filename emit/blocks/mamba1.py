@@ -11,12 +11,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-import jax
 import jax.numpy as jnp
 from jax import Array
 
+from emit import kernels
 from emit.blocks.block import Rows, State
 from emit.forms import Form
+from emit.kernels import Values, split
 from emit.ops import conv, nn, selective_scan
 from emit.state import StateSpec
 from emit.weights import Param, kernel, matrix, vector
@@ -104,24 +105,29 @@ class Mamba1:
         self, p: Mapping[str, Array], x: Array, rows: Rows, state: State
     ) -> tuple[Array, dict[str, Array]]:
         """x f32[B, T, hidden_size] -> (same, new state)."""
-        T, rank = x.shape[1], self.dt_rank
-        x, z = jnp.split(nn.linear(x, p["in_proj.weight"], p.get("in_proj.bias")), 2, axis=-1)
+        T, maps = x.shape[1], self.state_size
+        xz = nn.linear(x, p["in_proj.weight"], p.get("in_proj.bias"))
+        xs, z = split(xz, [self.inner, self.inner])
         run_conv = conv.step if T == 1 else conv.scan
-        x, tail = run_conv(x, rows.lengths, p["conv1d.weight"], p.get("conv1d.bias"), state["conv"])
-        x = nn.ACTIVATIONS[self.activation](x)
-        parts = jnp.split(nn.linear(x, p["x_proj.weight"]), [rank, rank + self.state_size], axis=-1)
+        xs, tail = run_conv(
+            xs,
+            rows.lengths,
+            p["conv1d.weight"],
+            p.get("conv1d.bias"),
+            state["conv"],
+            self.activation,
+        )
+        parts = split(nn.linear(xs, p["x_proj.weight"]), [self.dt_rank, maps, maps])
         dt, Bm, Cm = (self._normed(p, n, part) for n, part in zip(NORMED, parts, strict=True))
-        dt = jax.nn.softplus(nn.linear(dt, p["dt_proj.weight"], p["dt_proj.bias"]))
-        dt = jnp.where(rows.valid(T)[..., None], dt, 0.0)
-        inputs = (x, dt, -jnp.exp(p["A_log"]), Bm, Cm, p["D"], state["ssm"])
-        if T == 1:
-            y, hidden = selective_scan.step(*inputs)
-        else:
-            y, hidden = selective_scan.scan(*inputs, SCAN_CHUNK)
-        y = nn.linear(y * jax.nn.silu(z), p["out_proj.weight"], p.get("out_proj.bias"))
+        dt = nn.linear(kernels.array(dt), p["dt_proj.weight"])
+        channels = selective_scan.Channels(p["dt_proj.bias"], p["A_log"], p["D"])
+        y, hidden = selective_scan.mix(
+            xs, dt, Bm, Cm, channels, rows.lengths, state["ssm"], SCAN_CHUNK, z
+        )
+        y = nn.linear(y, p["out_proj.weight"], p.get("out_proj.bias"))
         return y, {"conv": tail, "ssm": hidden}
 
-    def _normed(self, p: Mapping[str, Array], name: str, x: Array) -> Array:
+    def _normed(self, p: Mapping[str, Array], name: str, x: Values) -> Values:
         if self.norms == "none":
             return x
         learned = self.norms == "learned"

@@ -15,12 +15,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import jax
-import jax.numpy as jnp
 from jax import Array
 
 from emit.blocks.block import Rows, State
 from emit.blocks.mamba2 import SCAN_CHUNK
+from emit.kernels import split
 from emit.ops import conv, nn, ssd
 from emit.state import StateSpec
 from emit.weights import Param, kernel, matrix, vector
@@ -81,30 +80,24 @@ class PlamoMamba:
     ) -> tuple[Array, dict[str, Array]]:
         """x f32[B, T, hidden_size] -> (same, new state)."""
         B, T, _ = x.shape
-        heads = (B, T, self.num_heads, self.head_dim)
         zx = nn.linear(x, p["in_proj.weight"]).reshape(B, T, self.num_heads, 2, self.head_dim)
+        z, xs = (zx[..., i, :].reshape(B, T, self.inner) for i in range(2))
         run_conv = conv.step if T == 1 else conv.scan
         xs, tail = run_conv(
-            zx[..., 1, :].reshape(B, T, self.inner),
-            rows.lengths,
-            p["conv1d.weight"],
-            None,
-            state["conv"],
+            xs, rows.lengths, p["conv1d.weight"], None, state["conv"], activation="silu"
         )
-        xs = jax.nn.silu(xs)
         bcdt = nn.linear(xs, p["bcdt_proj.weight"])
-        Bm, Cm, dt = jnp.split(bcdt, [self.state_size, 2 * self.state_size], axis=-1)
-        dt = nn.rms_norm(dt, p["dt_norm_weight"], self.eps)
-        dt = jax.nn.softplus(nn.linear(dt, p["dt_proj.weight"], p["dt_bias"]))
-        inputs = (
-            xs.reshape(heads),
-            jnp.where(rows.valid(T)[..., None], dt, 0.0),
-            -jnp.exp(p["A_log"]),
-            nn.rms_norm(Bm, p["B_norm_weight"], self.eps)[:, :, None],
-            nn.rms_norm(Cm, p["C_norm_weight"], self.eps)[:, :, None],
-            p["D"],
+        Bm, Cm, dt = split(bcdt, [self.state_size, self.state_size, self.dt_rank])
+        dt = nn.linear(nn.rms_norm(dt, p["dt_norm_weight"], self.eps), p["dt_proj.weight"])
+        y, hidden = ssd.mix(
+            xs,
+            dt,
+            nn.rms_norm(Bm, p["B_norm_weight"], self.eps),
+            nn.rms_norm(Cm, p["C_norm_weight"], self.eps),
+            ssd.Heads(p["dt_bias"], p["A_log"], p["D"]),
+            rows.lengths,
             state["ssm"],
+            SCAN_CHUNK,
+            gate=z,
         )
-        y, hidden = ssd.step(*inputs) if T == 1 else ssd.scan(*inputs, SCAN_CHUNK)
-        y = (y * jax.nn.silu(zx[..., 0, :])).reshape(B, T, self.inner)
         return nn.linear(y, p["out_proj.weight"]), {"conv": tail, "ssm": hidden}

@@ -16,13 +16,58 @@ order of eq. 4): so do the authors' code and all published models.
 | state  | [B, I, N]    | h                                      |
 
 Everything is float32. Identity update for padding: dt = 0, which leaves h as it is exactly.
+
+`mix` is the whole of it, from the step sizes before their softplus to the gate.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import jax
 import jax.numpy as jnp
 from jax import Array
+
+from emit import kernels
+from emit.kernels import Values, on_cpu
+from emit.kernels import selective_scan as scan_kernels
+from emit.ops import nn
+
+
+@dataclass(frozen=True)
+class Channels:
+    """What each of I channels has of its own: dt_bias and D f32[I], A_log f32[I, N]."""
+
+    dt_bias: Array
+    A_log: Array
+    D: Array
+
+
+@on_cpu(scan_kernels.mix)
+def mix(
+    x: Values,
+    dt: Values,
+    Bm: Values,
+    Cm: Values,
+    channels: Channels,
+    lengths: Array,
+    state: Array,
+    chunk: int,
+    gate: Values | None = None,
+) -> tuple[Array, Array]:
+    """x [B, T, I] -> (y [B, T, I], state), a step where T is 1, else a scan in chunks.
+
+    dt [B, T, I] is what softplus(dt + dt_bias) is the step size of, A = -exp(A_log). With a gate
+    [B, T, I] y is multiplied by silu(gate). Tokens from `lengths[b]` (i32[B]) on leave the state as
+    it is. What are parts of projections may be columns of them.
+    """
+    x, dt, Bm, Cm = (kernels.array(each) for each in (x, dt, Bm, Cm))
+    T = x.shape[1]
+    valid = nn.iota(T)[None, :] < lengths[:, None]
+    dt = jnp.where(valid[..., None], jax.nn.softplus(dt + channels.dt_bias), 0.0)
+    inputs = (x, dt, -jnp.exp(channels.A_log), Bm, Cm, channels.D, state)
+    y, state = step(*inputs) if T == 1 else scan(*inputs, chunk)
+    return (y if gate is None else y * jax.nn.silu(kernels.array(gate))), state
 
 
 def step(
