@@ -18,11 +18,11 @@ from artifacts.tools import versions
 if TYPE_CHECKING:
     from artifacts.stages import Stages
 
-LENGTH = 64  # tokens of a window of the text, where the context has room for them
+LENGTH = 64  # tokens of a row, where the context has room for them; as in runtime.perplexity
 TEXT = ROOT / "runtime" / "perplexity.txt"
 
 
-def source_perplexity(stages: Stages, seed: int) -> Blob | None:
+def source_perplexity(stages: Stages) -> Blob | None:
     """`perplexity.json`, that part of reference.json; None for a bundle of float weights.
 
     It depends on the checkpoint alone, so shapes, targets and integer types share it.
@@ -37,7 +37,6 @@ def source_perplexity(stages: Stages, seed: int) -> Blob | None:
         "tokenizer": {name: checkpoint.files[name][0] for name in names},
         "text": hashlib.sha256(TEXT.read_bytes()).hexdigest(),
         "length": length,
-        "seed": seed,
         "source": stages.sources("emit.__main__", "emit.perplexity"),
         "rows": source_digest(["runtime.perplexity"]),
         "tools": versions(["jax", "jaxlib", "numpy", "ml-dtypes", "tokenizers", *stages.readers()]),
@@ -49,7 +48,7 @@ def source_perplexity(stages: Stages, seed: int) -> Blob | None:
         for name in names:
             stages.store.link(stages.store.put_file(checkpoint.dir / name), given / name)
         arguments = [given, "--vocab", str(stages.interface["vocab_size"])]
-        arguments += ["--length", str(length), "--seed", str(seed), "--out", rows]
+        arguments += ["--length", str(length), "--out", rows]
         process.run_module("runtime.perplexity", arguments, scratch)
         arguments = ["perplexity", checkpoint.place, "--rows", rows, "--out", out]
         stages.log.add(process.run_module("emit", arguments, scratch, progress=True))

@@ -379,7 +379,7 @@ class Stages:
         if params is None:
             return None
         blob = params.outputs["params"]
-        source = source_perplexity(self, SEED)
+        source = source_perplexity(self)
         tokens = REFERENCE_TOKENS // (3 if blob.size > LONG_REFERENCE_BYTES else 1)
         fields = {
             "interface": self.emit.outputs["interface.json"].sha256,

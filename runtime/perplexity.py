@@ -4,7 +4,7 @@ Perplexity is the exponential of the loss: of the mean of -log p(token | those b
 over all tokens of some rows but the first of each. The rows are windows of the text, each read from
 its own beginning, so that a module with several slots reads as many at once.
 
-    python -m runtime.perplexity DIRECTORY --vocab N --length N --seed N --out FILE     the rows
+    python -m runtime.perplexity DIRECTORY --vocab N --length N --out FILE     the rows
 
 They are made by the tokenizer whose files are in DIRECTORY. Where there is none, or it has ids that
 the model has not, they are seeded random ids.
@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 
 TEXT = Path(__file__).with_suffix(".txt")
 WINDOWS = 8
+LENGTH = 64  # tokens of a window, where the context has room for them
+SEED = 20240531  # of random rows
 
 Rows = Sequence[Sequence[int]]
 
@@ -43,18 +45,25 @@ def windows(ids: Sequence[int], length: int) -> list[list[int]]:
     return [row for row in rows if len(row) > 1]
 
 
-def seeded(vocab_size: int, length: int, seed: int) -> list[list[int]]:
+def seeded(vocab_size: int, length: int) -> list[list[int]]:
     """Random rows: the same everywhere, as the raw stream of PCG64 is."""
-    raw = np.random.PCG64([seed, zlib.crc32(b"perplexity")]).random_raw(WINDOWS * length)
+    raw = np.random.PCG64([SEED, zlib.crc32(b"perplexity")]).random_raw(WINDOWS * length)
     return windows((raw % np.uint64(vocab_size)).tolist(), length)
 
 
-def rows_of(directory: Path, vocab_size: int, length: int, seed: int) -> list[list[int]]:
-    """The text by the tokenizer in `directory`, or seeded rows."""
+def rows_of(directory: Path, vocab_size: int, length: int) -> list[list[int]]:
+    """The text by the tokenizer whose files are all there is in `directory`, or seeded rows."""
     from runtime.verify import sha256
 
-    files = [p for p in sorted(directory.iterdir()) if p.is_file()]
+    files = sorted(directory.iterdir())
     refs = [FileRef(p.name, sha256(p), p.stat().st_size) for p in files]
+    return rows_by(directory, refs, vocab_size, length)
+
+
+def rows_by(
+    directory: Path, refs: Sequence[FileRef], vocab_size: int, length: int
+) -> list[list[int]]:
+    """The text by the tokenizer of a bundle whose files are `refs`, or seeded rows."""
     try:
         found = tokenizer.load(directory, refs)
         ids = found.encode(TEXT.read_text(encoding="utf-8")) if found else []
@@ -62,7 +71,7 @@ def rows_of(directory: Path, vocab_size: int, length: int, seed: int) -> list[li
         ids = []
     rows = windows(ids, length)
     known = all(0 <= token < vocab_size for row in rows for token in row)
-    return rows if rows and known else seeded(vocab_size, length, seed)
+    return rows if rows and known else seeded(vocab_size, length)
 
 
 def surprise(logits: np.ndarray[Any, Any], token: int) -> float:
@@ -99,23 +108,25 @@ def _together(session: Session, rows: Rows) -> list[float]:
     return found
 
 
-def told(own: float, source: float, count: int) -> str:
-    """What `verify` says of two losses over `count` tokens."""
-    ours, theirs = math.exp(min(own, 700.0)), math.exp(min(source, 700.0))
-    change = 100 * math.expm1(min(own - source, 700.0))
-    return f"{ours:.3f}, of the source {theirs:.3f} ({change:+.2f} %), {count} tokens"
+def told(own: float, source: float | None, count: int) -> str:
+    """What `verify` says of a loss, and of the source's where it is known, over `count` tokens."""
+    beside = ""
+    if source is not None:
+        change = 100 * math.expm1(min(own - source, 700.0))
+        beside = f", of the source {math.exp(min(source, 700.0)):.3f} ({change:+.2f} %)"
+    return f"{math.exp(min(own, 700.0)):.3f}{beside}, {count} tokens"
 
 
 def main(argv: list[str] | None = None) -> int:
     """See the module docstring."""
     parser = argparse.ArgumentParser(prog="python -m runtime.perplexity")
     parser.add_argument("directory", type=Path)
-    for word in ("--vocab", "--length", "--seed"):
+    for word in ("--vocab", "--length"):
         parser.add_argument(word, type=int, required=True)
     parser.add_argument("--out", type=Path, required=True)
     args = parser.parse_args(argv)
     try:
-        rows = rows_of(args.directory, args.vocab, args.length, args.seed)
+        rows = rows_of(args.directory, args.vocab, args.length)
         args.out.write_text(json.dumps(rows) + "\n")
     except (UserError, OSError) as error:
         return report(error)

@@ -19,6 +19,7 @@ from runtime import reference as rf
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
+    from runtime import perplexity
     from runtime.module import Device
     from runtime.probe import Check
     from runtime.session import Session
@@ -40,14 +41,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `scanwright verify`."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="bundle directory")
     parser.add_argument("--device", metavar="URI", help="IREE device (default: the target's)")
+    parser.add_argument(
+        "--perplexity", action="store_true", help="measure that of float weights, too"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """`scanwright verify`: exit code 0 if everything agrees, 1 if not. Raises UserError."""
-    return verify(args.bundle, args.device)
+    return verify(args.bundle, args.device, args.perplexity)
 
 
-def verify(bundle: Path, device: str | None = None) -> int:
+def verify(bundle: Path, device: str | None = None, perplexity: bool = False) -> int:
     """Print one row a check to stdout and return 0, or 1 if any failed.
 
     Nothing is run unless every file is what the manifest says. Raises UserError for a bundle that
@@ -59,7 +63,7 @@ def verify(bundle: Path, device: str | None = None) -> int:
     if not good:
         print(f"verify: FAILED: the bundle is damaged; rebuild it: {manifest.rebuild}")
         return 1
-    good = _print_rows(check_device(bundle, manifest, device))
+    good = _print_rows(check_device(bundle, manifest, device, perplexity))
     print(
         "verify: passed" if good else "verify: FAILED: this device does not agree with the oracle"
     )
@@ -111,8 +115,13 @@ def sha256(path: Path) -> str:
     return digest.hexdigest()
 
 
-def check_device(bundle: Path, manifest: mf.Manifest, device: str | None) -> Iterable[Row]:
-    """Run what reference.json holds. A bundle that says nothing to compare with fails."""
+def check_device(
+    bundle: Path, manifest: mf.Manifest, device: str | None, perplexity: bool = False
+) -> Iterable[Row]:
+    """Run what reference.json holds. A bundle that says nothing to compare with fails.
+
+    With `perplexity`, that of the bundle is measured also where its source's is not known.
+    """
     from runtime import probe
     from runtime.module import open_bundle
     from runtime.session import Session
@@ -141,8 +150,11 @@ def check_device(bundle: Path, manifest: mf.Manifest, device: str | None) -> Ite
         session = Session(module, manifest)
         for number, prompt in enumerate(reference.prompts):
             yield check_prompt(session, module, manifest, number, prompt)
-        if reference.perplexity is not None:
-            yield check_perplexity(session, manifest, reference.perplexity)
+        source = reference.perplexity
+        if source is not None:
+            yield check_perplexity(session, manifest, source.rows, source.source_loss)
+        elif perplexity:
+            yield check_perplexity(session, manifest, _rows(bundle, manifest), None)
 
 
 def _entry_rows(checks: list[Check]) -> Iterable[Row]:
@@ -203,20 +215,31 @@ def check_prompt(
     return Row(what, True, f"{equal}, top logits within {worst:.1e} (≤ {limit:.1e})")
 
 
-def check_perplexity(session: Session, manifest: mf.Manifest, source: rf.Perplexity) -> Row:
+def _rows(bundle: Path, manifest: mf.Manifest) -> perplexity.Rows:
+    """Those that the reference of the same model with quantised weights has."""
+    from runtime import perplexity
+
+    length = min(perplexity.LENGTH, manifest.shape.context or perplexity.LENGTH)
+    files, size = manifest.files.tokenizer, manifest.model.vocab_size
+    return perplexity.rows_by(bundle, files, size, length)
+
+
+def check_perplexity(
+    session: Session, manifest: mf.Manifest, rows: perplexity.Rows, source: float | None
+) -> Row:
     """The bundle's perplexity beside its source's: told, and wrong only where it is no number."""
     from runtime import perplexity
 
     size, context = manifest.model.vocab_size, manifest.shape.context
-    if any(not 0 <= token < size for row in source.rows for token in row):
+    if any(not 0 <= token < size for row in rows for token in row):
         return Row("perplexity", False, "a reference id outside the vocabulary")
-    if context is not None and max(map(len, source.rows)) > context:
+    if context is not None and max(map(len, rows)) > context:
         return Row("perplexity", False, f"a row of more tokens than the context of {context}")
-    own = perplexity.loss(session, source.rows)
-    count = sum(len(row) - 1 for row in source.rows)
+    own = perplexity.loss(session, rows)
+    count = sum(len(row) - 1 for row in rows)
     if not math.isfinite(own):
         return Row("perplexity", False, f"a logit of {count} tokens is not a number")
-    return Row("perplexity", True, perplexity.told(own, source.source_loss, count))
+    return Row("perplexity", True, perplexity.told(own, source, count))
 
 
 def _largest(errors: Iterable[float]) -> float:

@@ -64,25 +64,32 @@ def terminal() -> Iterator[tuple[int, int]]:
     os.close(program)
 
 
-def test_on_a_terminal_a_bar_is_drawn_and_gone_at_the_end(terminal: tuple[int, int]) -> None:
+def seen(terminal: tuple[int, int]) -> str:
+    """All that was written to the terminal."""
     user, program = terminal
-    time = Clock()
+    os.write(program, b"\0")
+    text = b""
+    while not text.endswith(b"\0"):
+        text += os.read(user, 1 << 16)
+    return text[:-1].decode()
+
+
+def test_on_a_terminal_a_bar_is_drawn_and_gone_at_the_end(terminal: tuple[int, int]) -> None:
+    program, time = terminal[1], Clock()
     with Progress("convert", 1000, program, time) as shown:
         for _ in range(9):
             time.now += 0.2
             shown.add(100)
-    text = os.read(user, 1 << 16).decode()
+    text = seen(terminal)
     first, *_, last, after = text.split(ERASE)[1:]
     assert first.startswith("convert:  30 %, 300 B of 1000 B, 500 B/s, 0:01 left")
     assert last.startswith("convert:  90 %") and after == ""
 
 
 def test_a_moment_shows_nothing(terminal: tuple[int, int]) -> None:
-    user, program = terminal
-    with Progress("convert", 1000, program, Clock()) as shown:
+    with Progress("convert", 1000, terminal[1], Clock()) as shown:
         shown.add(1000)
-    os.write(program, b"end")
-    assert os.read(user, 1 << 16) == b"end"
+    assert seen(terminal) == ""
 
 
 def test_elsewhere_there_is_a_line_now_and_then(tmp_path: Path) -> None:
@@ -132,12 +139,11 @@ def test_the_bar_of_a_stage_reaches_the_terminal_of_the_build(
 ) -> None:
     (tmp_path / "stage_of_test.py").write_text(STAGE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    user, program = terminal
-    monkeypatch.setattr(process, "_USER", program)
+    monkeypatch.setattr(process, "_USER", terminal[1])
     failed = pytest.raises(UserError, match="kept for errors") if code else nullcontext()
     with failed:
         process.run_module("stage_of_test", [str(code)], tmp_path, progress=True)
-    text = os.read(user, 1 << 16).decode()
+    text = seen(terminal)
     assert "stage:  " in text and " of 100 B" in text and "kept" not in text
     assert text.endswith(ERASE)
 
@@ -149,5 +155,4 @@ def test_no_other_stage_has_a_way_to_the_user(
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(process, "_USER", terminal[1])
     process.run_module("stage_of_test", ["0"], tmp_path)
-    os.write(terminal[1], b"end")
-    assert os.read(terminal[0], 1 << 16) == b"end"
+    assert seen(terminal) == ""

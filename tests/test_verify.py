@@ -18,7 +18,7 @@ from runtime import probe
 from runtime.cli import main
 from runtime.errors import UserError
 from runtime.module import Module
-from runtime.perplexity import surprise
+from runtime.perplexity import seeded, surprise
 from runtime.verify import _largest, verify
 
 pytestmark = pytest.mark.iree
@@ -154,6 +154,18 @@ def test_perplexity_is_told_beside_that_of_the_source(bundle, capsys):
         found = capsys.readouterr().out
         assert want.replace("+0.00", "") in found.replace("+0.00", "").replace("-0.00", "")
         assert f"{len(losses)} tokens" in found
+
+
+@pytest.mark.parametrize("hybrid", [False, True])
+def test_perplexity_of_float_weights_is_told_if_it_is_asked_for(hybrid, capsys):
+    bundle = toy.bundle(hybrid=hybrid)
+    assert main(["verify", str(bundle)]) == 0
+    assert "perplexity" not in capsys.readouterr().out
+    assert main(["verify", str(bundle), "--perplexity"]) == 0
+    (line,) = [row for row in capsys.readouterr().out.splitlines() if "perplexity" in row]
+    rows = seeded(toy.V, toy.CONTEXT if hybrid else 64)
+    assert line.endswith(f", {sum(len(row) - 1 for row in rows)} tokens") and "source" not in line
+    assert 2 < float(line.split()[2].rstrip(",")) < 1e6
 
 
 def test_perplexity_that_cannot_be_compared_fails(bundle, capsys):
