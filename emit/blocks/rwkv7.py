@@ -27,13 +27,11 @@ from jax import Array
 from emit.blocks.block import Rows, State
 from emit.forms import Form, flat
 from emit.ops import nn, shift, wkv7
-from emit.ops.norm import group_norm
 from emit.state import StateSpec
 from emit.weights import Param, matrix, vector
 
 SCAN_CHUNK = 32
 DECAY = -math.exp(-0.5)  # what the logarithm of a decay is at least
-SMALLEST = 1e-12  # a key of less length is not brought to length 1
 
 
 @dataclass(frozen=True)
@@ -105,7 +103,7 @@ class TimeMix:
 
         `v_first` is None for the first layer alone, which gives it.
         """
-        B, T, _ = x.shape
+        T = x.shape[1]
         before, last = (shift.step if T == 1 else shift.scan)(x, rows.lengths, state["attn_shift"])
         to = before - x
         xr, xw, xk, xv, xa, xg = (x + to * p[f"x_{each}"] for each in "rwkvag")
@@ -121,18 +119,24 @@ class TimeMix:
         else:
             v = v + (v_first - v) * jax.nn.sigmoid(_lora(p, "v", xv))
 
-        def heads(each: Array) -> Array:
-            return each.reshape(B, T, self.num_heads, self.head_dim)
-
-        valid = rows.valid(T)[..., None, None]
-        kappa = _unit(heads(k * p["k_k"]))
-        r, k, v, a = map(heads, (r, k * (1.0 + (a - 1.0) * p["k_a"]), v, a))
-        decay, added, removed = (jnp.where(valid, each, 0.0) for each in (heads(log_w), k, kappa))
-        inputs = (r, decay, added, v, -removed, removed * a, state["wkv"])
-        y, S = wkv7.step(*inputs) if T == 1 else wkv7.scan(*inputs, SCAN_CHUNK)
-        y = group_norm(y, p["g_norm.weight"], p["g_norm.bias"], self.group_eps)
-        y = y + jnp.sum(r * k * p["r_k"], axis=-1, keepdims=True) * v
-        y = nn.linear(y.reshape(B, T, self.inner) * g, p["o_proj.weight"])
+        y, S = wkv7.mixer(
+            r,
+            log_w,
+            k,
+            v,
+            a,
+            g,
+            p["k_k"],
+            p["k_a"],
+            p["r_k"],
+            p["g_norm.weight"],
+            p["g_norm.bias"],
+            rows.lengths,
+            state["wkv"],
+            eps=self.group_eps,
+            chunk=SCAN_CHUNK,
+        )
+        y = nn.linear(y, p["o_proj.weight"])
         return y, v_first, {"attn_shift": last, "wkv": S}
 
 
@@ -141,12 +145,6 @@ def _lora(
 ) -> Array:
     hidden = act(nn.linear(x, p[f"{name}_lora.lora.0.weight"]))
     return nn.linear(hidden, p[f"{name}_lora.lora.2.weight"], p.get(f"{name}_lora.lora.2.bias"))
-
-
-def _unit(x: Array) -> Array:
-    """`x` of length 1 over the last axis, unless it is shorter than SMALLEST."""
-    square = jnp.sum(x * x, axis=-1, keepdims=True)
-    return x * jax.lax.rsqrt(jnp.maximum(square, SMALLEST**2))
 
 
 @dataclass(frozen=True)

@@ -16,18 +16,10 @@ typedef struct {
   int still;                                             // padding: the state stays as it is
 } delta_token;
 
-INLINE float delta_dot(const float *a, const float *b, size_t count) {
-  vf total = zero();
-  size_t i = 0;
-  for (; i + LANES <= count; i += LANES) total += load_f32(a + i) * load_f32(b + i);
-  if (i < count) total += load_part(a + i, count - i) * load_part(b + i, count - i);
-  return sum(total);
-}
-
 static void delta_prepare(delta_token *of, const float *q, const float *k, const float *decay,
                           float beta, size_t K, size_t channels) {
-  const float to_query = 1.0f / __builtin_sqrtf((delta_dot(q, q, K) + 1e-6f) * (float)K);
-  const float to_key = 1.0f / __builtin_sqrtf(delta_dot(k, k, K) + 1e-6f);
+  const float to_query = 1.0f / __builtin_sqrtf((dot(q, q, K) + 1e-6f) * (float)K);
+  const float to_key = 1.0f / __builtin_sqrtf(dot(k, k, K) + 1e-6f);
   int same = 1;
   for (size_t i = 0; i < K; i++) {
     const float kept = decay[channels == 1 ? 0 : i];
@@ -37,7 +29,7 @@ static void delta_prepare(delta_token *of, const float *q, const float *k, const
     of->by_query[i] = q[i] * to_query * kept;
   }
   for (size_t i = 0; i < channels; i++) same &= decay[i] == 1.0f;
-  of->pair = delta_dot(q, k, K) * to_query * to_key;
+  of->pair = dot(q, k, K) * to_query * to_key;
   of->beta = beta;
   of->still = same && beta == 0.0f;
 }
@@ -126,7 +118,7 @@ INLINE void delta_block(const delta_head *head, const float *state, float *new, 
 // y <- y / sqrt(mean(y²) + eps) weight gate(z), a head of a token.
 static void delta_norm(float *y, const float *z, const float *weight, size_t V, float eps,
                        int silu) {
-  const float scale = 1.0f / __builtin_sqrtf(delta_dot(y, y, V) / (float)V + eps);
+  const float scale = 1.0f / __builtin_sqrtf(dot(y, y, V) / (float)V + eps);
   for (size_t i = 0; i < V; i += LANES) {
     const size_t count = V - i < LANES ? V - i : LANES;
     const int whole = count == LANES;

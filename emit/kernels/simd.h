@@ -151,4 +151,13 @@ INLINE vf vexp(vf x) {
   return choose(x < low, zero(), p * (vf)exponent);
 }
 
+// The sum of a[i] b[i].
+INLINE float dot(const float *a, const float *b, size_t count) {
+  vf total = zero();
+  size_t i = 0;
+  for (; i + LANES <= count; i += LANES) total += load_f32(a + i) * load_f32(b + i);
+  if (i < count) total += load_part(a + i, count - i) * load_part(b + i, count - i);
+  return sum(total);
+}
+
 INLINE vf vsigmoid(vf x) { return splat(1.0f) / (splat(1.0f) + vexp(-x)); }

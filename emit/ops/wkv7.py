@@ -16,14 +16,71 @@ The model gives a = -kappa and b = kappa * (in-context learning rate), with kapp
 
 Everything is float32. Identity update for padding: log_w = 0, k = 0 and a = 0, which leave S as it
 is exactly.
+
+`mixer` is all of a layer between its projections and low-rank functions and its gated output.
 """
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
+from emit.kernels import on_cpu
+from emit.kernels import wkv7 as kernels
 from emit.ops import nn, triangular
+from emit.ops.norm import group_norm
+
+SMALLEST = 1e-12  # a key of less length is not brought to length 1
+
+
+@on_cpu(kernels.mixer)
+def mixer(
+    r: Array,
+    log_w: Array,
+    k: Array,
+    v: Array,
+    a: Array,
+    g: Array,
+    k_k: Array,
+    k_a: Array,
+    r_k: Array,
+    weight: Array,
+    bias: Array,
+    lengths: Array,
+    state: Array,
+    *,
+    eps: float,
+    chunk: int,
+) -> tuple[Array, Array]:
+    """g (group_norm(S r) + (sum of r k r_k) v) of T tokens: -> (f32[B, T, H D], state).
+
+    With kappa = k k_k of length 1 in each head and k = k (1 + (a - 1) k_a), the rule is that above
+    of w, k, v, -kappa and kappa a. r, log_w, k, v, a and g are f32[B, T, H D]; k_k, k_a, r_k and
+    the norm's weight and bias hold H D numbers; lengths i32[B] of the tokens are valid. `eps` is
+    that of the norm, `chunk` that of `scan`.
+    """
+    B, T, _ = r.shape
+    H, D = state.shape[1:3]
+
+    def heads(each: Array) -> Array:
+        return each.reshape(*each.shape[:-1], H, D)
+
+    valid = (nn.iota(T)[None, :] < lengths[:, None])[..., None, None]
+    kappa = _unit(heads(k * k_k))
+    r, k, v, a = map(heads, (r, k * (1.0 + (a - 1.0) * k_a), v, a))
+    decay, added, removed = (jnp.where(valid, each, 0.0) for each in (heads(log_w), k, kappa))
+    inputs = (r, decay, added, v, -removed, removed * a, state)
+    y, state = step(*inputs) if T == 1 else scan(*inputs, chunk)
+    y = group_norm(y, weight, bias, eps)
+    y = y + jnp.sum(r * k * r_k.reshape(H, D), axis=-1, keepdims=True) * v
+    return y.reshape(B, T, H * D) * g, state
+
+
+def _unit(x: Array) -> Array:
+    """`x` of length 1 over the last axis, unless it is shorter than SMALLEST."""
+    square = jnp.sum(x * x, axis=-1, keepdims=True)
+    return x * jax.lax.rsqrt(jnp.maximum(square, SMALLEST**2))
 
 
 def step(
