@@ -12,7 +12,6 @@ from emit import kernels
 from emit.entry import Entry
 from emit.errors import EmitError
 from emit.kernels.splice import splice
-from emit.ops.quantized import fused
 
 _MAIN = "func.func public @main("
 _SYMBOL = re.compile(r"@([A-Za-z_][\w.$-]*)")
@@ -32,7 +31,7 @@ def lower(entry: Entry, params: Mapping[str, Any], by_kernels: bool = False) -> 
     used = params if entry.uses_params else {}
 
     def traced(*arguments: Any) -> Any:  # a function of its own: jit keeps traces by function
-        with kernels.used(by_kernels), fused():
+        with kernels.used(by_kernels):
             return entry.fn(*arguments)
 
     lowered = jax.jit(traced, keep_unused=True).lower(used, *(struct for _, struct in entry.inputs))

@@ -11,9 +11,6 @@ The number of a code is in float32, as `emit.packed` says.
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 
@@ -25,18 +22,6 @@ from jax import Array
 from emit.packed import Layout
 
 FEW = 8  # rows, as of a decode
-_FUSED: ContextVar[bool] = ContextVar("products fused", default=False)
-
-
-@contextlib.contextmanager
-def fused() -> Iterator[None]:
-    """Within it, products are traced to be compiled; else to be run by JAX, which is fast at others
-    where rows are many."""
-    token = _FUSED.set(True)
-    try:
-        yield
-    finally:
-        _FUSED.reset(token)
 
 
 @partial(
@@ -111,12 +96,12 @@ Weight = Array | Quantized
 def product(x: Array, weight: Quantized) -> Array:
     """`x @ weight.T`: x f32[M, K], weight [O, K] -> f32[M, O].
 
-    Multiply and sum, for this the compiler makes one operation that reads the codes: a product of
-    matrices would be one of numbers, written out before it. The sum of a group comes first where
-    rows are few, or vulkan wants more shared memory than there is.
+    Few rows are multiplied and summed, groups first: compiled, that is one operation that reads the
+    codes. (All in one sum wants more shared memory on vulkan than there is.) For many rows the
+    numbers of this one matrix are written out before the product; as one operation they were slower
+    by orders on vulkan.
     """
-    few = x.shape[0] <= FEW
-    if not few and not _FUSED.get():
+    if x.shape[0] > FEW:
         return jax.lax.dot_general(
             x,
             weight.astype(jnp.float32),
@@ -126,6 +111,4 @@ def product(x: Array, weight: Quantized) -> Array:
         )
     numbers = weight.numbers()
     terms = x.reshape(len(x), 1, *numbers.shape[1:]) * numbers[None]
-    if few:
-        return jnp.sum(jnp.sum(terms, axis=(-2, -1)), axis=-1)
-    return jnp.sum(terms, axis=(-3, -2, -1))
+    return jnp.sum(jnp.sum(terms, axis=(-2, -1)), axis=-1)
