@@ -9,8 +9,10 @@ are waited for and not looked at.
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -29,6 +31,7 @@ sys.path.insert(0, str(ROOT))
 WARM = 2  # steps that are not counted, each turn
 CHECKED = 40  # tokens of the prompt whose logits are compared, and
 FORCED = 8  # tokens fed after it
+PR_SET_PDEATHSIG = 1
 Step = Callable[[], None]
 
 
@@ -291,6 +294,8 @@ def main() -> None:
     parser.add_argument("type")
     parser.add_argument("work", type=Path)
     args = parser.parse_args()
+    if sys.platform == "linux":  # ends with its parent, stopped or not
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print goes to the log
     asked: Any

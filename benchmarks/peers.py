@@ -36,6 +36,7 @@ from peer_report import render
 PARTS = ("decode", "prefill", "open", "compile")
 TYPES = ("f32", "bf16", "int8", "int4")
 TURN_S = 0.4  # of decode
+SLOW_ROUNDS = 2  # of prompts, for torch
 SAME = 1e-3  # relative distance of float32 logits that are the same
 OUT = Path(__file__).with_name("peers.json")
 OPEN = """
@@ -176,16 +177,22 @@ def decode(name: str, workers: list[Worker], rounds: int) -> dict[str, dict[str,
 
 
 def prefill(name: str, workers: list[Worker], rounds: int) -> dict[str, dict[str, list[float]]]:
-    """Tokens -> side -> seconds of a prompt, a round each after one to warm up."""
+    """Tokens -> side -> seconds of a prompt, a round each after one to warm up.
+
+    Without llama.cpp's other files of a type; torch, which takes long, only at first.
+    """
     lengths = [tokens for tokens in PROMPTS if tokens < MODELS[name].length]
     found: dict[str, dict[str, list[float]]] = {str(tokens): {} for tokens in lengths}
+    others = {f"llama.cpp {file}" for files in GGUF.values() for file in files[1:]}
+    workers = [worker for worker in workers if worker.name not in others]
     for worker in workers:
         worker.ask("prefill", tokens=lengths[0])
     for number in range(rounds):
         for tokens in lengths:
             for worker in turned(workers, number):
-                seconds = worker.ask("prefill", tokens=tokens)
-                found[str(tokens)].setdefault(worker.name, []).append(seconds)
+                if number < SLOW_ROUNDS or not worker.name.startswith("torch"):
+                    seconds = worker.ask("prefill", tokens=tokens)
+                    found[str(tokens)].setdefault(worker.name, []).append(seconds)
         say(f"{name}: prefill, round {number + 1} of {rounds}")
     return found
 
@@ -234,17 +241,23 @@ def measure(name: str, args: argparse.Namespace, found: dict[str, Any]) -> None:
     if {"decode", "prefill"} & set(args.only):
         host = Worker("machine", name, "", args.work)
         with sides(name, args) as workers:
-            rates = [host.ask("rates")]
+            rates = found.setdefault("rates", [])
+            rates.append(host.ask("rates"))
             into["multiplied"] = multiplied(checkpoint(name, args.work))
             into.setdefault("facts", {}).update({w.name: w.ask("facts") for w in workers})
             for part, call in (("decode", decode), ("prefill", prefill)):
                 if part in args.only and not (part == "prefill" and 8 not in MODELS[name].shapes):
                     merge(into, part, call(name, workers, args.rounds))
                     rates.append(host.ask("rates"))
+                    save(found, args.out)
         host.end()
-        found["rates"] = found.get("rates", []) + rates
     if "open" in args.only:
         into["open"] = into.get("open", {}) | opening(name, args)
+
+
+def save(found: dict[str, Any], out: Path) -> None:
+    """Writes everything so far."""
+    out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def merge(into: dict[str, Any], part: str, new: dict[str, dict[str, Any]]) -> None:
@@ -316,7 +329,7 @@ def main() -> None:
     if "compile" in args.only:
         found["compile"] = found.get("compile", {}) | compiling(args)
     found["load"][-1].append(os.getloadavg()[0])
-    args.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    save(found, args.out)
     say(f"{time.monotonic() - begun:.0f} s")
     print(render(found))
 
