@@ -16,19 +16,19 @@ from builds import ROOT, build
 from peer_llama import NoPeer, make
 
 PREFIX = 32  # tokens that a decode comes after
-PROMPTS = (256, 1024)
 
 
 @dataclass(frozen=True)
 class PeerModel:
     """A recipe's shape with some sizes changed. `shapes` are compiled, by slots; `length` is how
-    many positions a text has; `dtype` how the checkpoint is stored."""
+    many positions a text has; `dtype` how the checkpoint is stored; `prompts` the lengths read."""
 
     recipe: str
     shapes: dict[int, str]
     length: int
     changed: dict[str, Any] = field(default_factory=dict)
     dtype: str = "float32"
+    prompts: tuple[int, ...] = (256, 1024)
 
     @property
     def config(self) -> dict[str, Any]:
@@ -56,6 +56,7 @@ MODELS = {
         {"num_hidden_layers": 4, "num_experts": 32, "vocab_size": 32000, "eos_token_id": 2,
          "bos_token_id": 1},
         "bfloat16",
+        (),
     ),
 }  # fmt: skip
 # Which files of llama.cpp hold a type; the first is what is compared.

@@ -16,7 +16,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -63,7 +63,7 @@ class Ours:
 
         self._paths = {rows: bundle(name, kind, rows, work) for rows in MODELS[name].shapes}
         self._manifests = {rows: manifests.load(path) for rows, path in self._paths.items()}
-        self._length = MODELS[name].length
+        self._length, self._config = MODELS[name].length, MODELS[name].config
         self._sessions: dict[int, Any] = {}
 
     def _session(self, rows: int) -> Any:
@@ -117,7 +117,7 @@ class Ours:
         manifest = self._manifests[1]
         fixed = sum(state.nbytes for state in manifest.state if state.kind == "fixed")
         kept = manifest.state_bytes_per_slot - fixed
-        experts = inactive(manifest)
+        experts = inactive(manifest.params, self._config)
         return {
             "weights": bench.weight_bytes_per_step(manifest) - experts,
             "file": sum(spec.nbytes for spec in manifest.params),
@@ -127,16 +127,10 @@ class Ours:
         }
 
 
-def inactive(manifest: Any) -> int:
+def inactive(params: Iterable[Any], config: dict[str, Any]) -> int:
     """Bytes of the experts that a token is not given to."""
-    name = next((n for n, m in MODELS.items() if n == manifest.model.name), None)
-    config = MODELS[name].config if name else {}
     count, active = config.get("num_experts", 0), config.get("num_experts_per_tok", 0)
-    stacked = [
-        spec.nbytes
-        for spec in manifest.params
-        if count and ".experts" in spec.name and spec.shape[0] == count
-    ]
+    stacked = [p.nbytes for p in params if ".experts." in p.name and p.shape[0] == count]
     return sum(stacked) * (count - active) // count if count else 0
 
 

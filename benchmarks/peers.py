@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 from builds import ROOT, build, describe, machine, stages
 from peer_llama import NoPeer, check
-from peer_models import GGUF, MODELS, PROMPTS, TORCH, built, bundle, checkpoint, multiplied, prepare
+from peer_models import GGUF, MODELS, TORCH, built, bundle, checkpoint, multiplied, prepare
 from peer_report import render
 
 PARTS = ("decode", "prefill", "open", "compile")
@@ -181,7 +181,7 @@ def prefill(name: str, workers: list[Worker], rounds: int) -> dict[str, dict[str
 
     Without llama.cpp's other files of a type; torch, which takes long, only at first.
     """
-    lengths = [tokens for tokens in PROMPTS if tokens < MODELS[name].length]
+    lengths = MODELS[name].prompts
     found: dict[str, dict[str, list[float]]] = {str(tokens): {} for tokens in lengths}
     others = {f"llama.cpp {file}" for files in GGUF.values() for file in files[1:]}
     workers = [worker for worker in workers if worker.name not in others]
@@ -246,7 +246,7 @@ def measure(name: str, args: argparse.Namespace, found: dict[str, Any]) -> None:
             into["multiplied"] = multiplied(checkpoint(name, args.work))
             into.setdefault("facts", {}).update({w.name: w.ask("facts") for w in workers})
             for part, call in (("decode", decode), ("prefill", prefill)):
-                if part in args.only and not (part == "prefill" and 8 not in MODELS[name].shapes):
+                if part in args.only and (part == "decode" or MODELS[name].prompts):
                     merge(into, part, call(name, workers, args.rounds))
                     rates.append(host.ask("rates"))
                     save(found, args.out)

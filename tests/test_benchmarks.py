@@ -319,3 +319,16 @@ def test_matrices_of_layers_are_counted(tmp_path):
     }  # fmt: skip
     save_file(arrays, tmp_path / "model.safetensors")
     assert script("peer_models.py").multiplied(tmp_path) == 20
+
+
+def test_experts_that_are_not_chosen_are_not_read():
+    inactive = script("peer_sides.py").inactive
+    params = [
+        mf.ParamSpec("mlp.experts.up.weight.codes", "i8", (8, 4, 2), 0.0, 1.0),
+        mf.ParamSpec("mlp.experts.up.weight.scales", "bf16", (8, 4, 1), 0.0, 1.0),
+        mf.ParamSpec("mlp.shared_expert.up.weight", "bf16", (8, 4), 0.0, 1.0),
+        mf.ParamSpec("mlp.gate.weight", "f32", (8, 4), 0.0, 1.0),
+    ]
+    config = {"num_experts": 8, "num_experts_per_tok": 2}
+    assert inactive(params, config) == 6 * (8 + 8)
+    assert inactive(params, {}) == 0
