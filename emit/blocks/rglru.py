@@ -98,11 +98,18 @@ class Recurrent:
         x = nn.linear(x, p["linear_x.weight"], p["linear_x.bias"])
         run_conv = conv.step if T == 1 else conv.scan
         x, tail = run_conv(x, rows.lengths, p["conv_1d.weight"], p["conv_1d.bias"], state["conv"])
-        r, i = (
-            rglru.gate(x, p[f"rg_lru.{name}_gate_weight"], p[f"rg_lru.{name}_gate_bias"])
-            for name in ("recurrent", "input")
+        y, hidden = rglru.mixer(
+            x,
+            branch,
+            p["rg_lru.recurrent_gate_weight"],
+            p["rg_lru.recurrent_gate_bias"],
+            p["rg_lru.input_gate_weight"],
+            p["rg_lru.input_gate_bias"],
+            p["rg_lru.rate"],
+            rows.lengths,
+            rows.positions,
+            state["lru"],
+            chunk=SCAN_CHUNK,
         )
-        inputs = (x, r, i, p["rg_lru.rate"], rows.lengths, rows.positions, state["lru"])
-        y, hidden = rglru.step(*inputs) if T == 1 else rglru.scan(*inputs, SCAN_CHUNK)
-        y = nn.linear(branch * y, p["linear_out.weight"], p["linear_out.bias"])
+        y = nn.linear(y, p["linear_out.weight"], p["linear_out.bias"])
         return y, {"conv": tail, "lru": hidden}

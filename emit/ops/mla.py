@@ -34,6 +34,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from emit.kernels import on_cpu
+from emit.kernels.rglru import heads
 from emit.ops import attention
 
 
@@ -92,6 +94,7 @@ def _read(
     return _heads(y, up_v)
 
 
+@on_cpu(heads)
 def _heads(x: Array, weight: Array) -> Array:
     """Each head by its own matrix: x [B, T, H, K], weight [H, O, K] -> f32[B, T, H, O]."""
     B, T, H, K = x.shape

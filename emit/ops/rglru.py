@@ -32,10 +32,37 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from emit.kernels import on_cpu
+from emit.kernels import rglru as kernels
 from emit.ops import nn
 
 C = 8.0
 NOTHING = -0.0  # adding it changes no number; adding 0 turns -0 to 0
+
+
+@on_cpu(kernels.mixer)
+def mixer(
+    x: Array,
+    branch: Array,
+    r_weight: Array,
+    r_bias: Array,
+    i_weight: Array,
+    i_bias: Array,
+    rate: Array,
+    lengths: Array,
+    positions: Array,
+    state: Array,
+    *,
+    chunk: int,
+) -> tuple[Array, Array]:
+    """branch * rglru(x) with its gates: x and branch f32[B, T, W] -> (same, state).
+
+    The weights and biases are those of `gate`, `chunk` is that of `scan`.
+    """
+    gates = gate(x, r_weight, r_bias), gate(x, i_weight, i_bias)
+    inputs = (x, *gates, rate, lengths, positions, state)
+    y, state = step(*inputs) if x.shape[1] == 1 else scan(*inputs, chunk)
+    return branch * y, state
 
 
 def gate(x: Array, weight: Array, bias: Array) -> Array:
