@@ -27,9 +27,9 @@ TOP = 8
 
 
 def load_params(model: Model, storage: Storage, path: Path) -> dict[str, Any]:
-    """The parameters of the archive `path`, as JAX arrays in their stored types."""
+    """The parameters of the archive `path`, as JAX arrays in their stored types, mapped."""
     found = irpa.read(path, storage.specs(model.weight_map))
-    return params_of(model, storage, lambda tensor: jnp.asarray(found[tensor.name]))
+    return params_of(model, storage, lambda tensor: jax.device_put(found[tensor.name]))
 
 
 def expected(

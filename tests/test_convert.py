@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import quantised
 
-from emit import convert, irpa
+from emit import convert, expect, irpa
 from emit.checkpoint import TensorInfo, open_checkpoint
 from emit.dequant import dequantized, scheme
 from emit.entry import Model
@@ -225,6 +225,24 @@ def test_a_tied_head_is_compared_in_pieces(tmp_path: Path, monkeypatch: pytest.M
                 archive(directory, tmp_path / "no", "f32")
         else:
             archive(directory, tmp_path / "yes", "f32")
+
+
+def test_jax_uses_the_archive_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that a model need not fit in memory to be compared with."""
+    opened = open_checkpoint(cases.build(cases.find("mamba2/plain"), tmp_path / "checkpoint"))
+    model, read, views = Model.of(opened.config), irpa.read, {}
+    storage = model.storage("bf16")
+    convert.convert(model.weight_map, opened, storage, tmp_path)
+
+    def kept(path: Path, specs: list[irpa.Tensor]) -> Mapping[str, np.ndarray]:
+        views.update(read(path, specs))
+        return views
+
+    monkeypatch.setattr(irpa, "read", kept)
+    params = expect.load_params(model, storage, tmp_path / "params.irpa")
+    assert len(params) == len(views) > 10
+    for name, param in params.items():
+        assert param.unsafe_buffer_pointer() == views[name].ctypes.data, name
 
 
 # Large ones
