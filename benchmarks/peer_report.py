@@ -149,8 +149,8 @@ def open_rows(found: dict[str, Any], name: str) -> list[dict[str, str]]:
                 "imports ms": spread(figures["imports"], 1e3),
                 "open ms": spread(figures["open"], 1e3),
                 "weights MB": f"{stored / 1e6:.0f}",
-                "mapped, resident MB": f"{mapped / 1e6:.0f}",
-                "anonymous MB": f"{own / 1e6:.0f}",
+                "of these resident MB": f"{mapped / 1e6:.0f}",
+                "other memory MB": f"{own / 1e6:.0f}",
             }
         )
     return lines
@@ -162,6 +162,25 @@ def check_rows(found: dict[str, Any], name: str) -> list[dict[str, str]]:
         {"side": side, "largest distance": f"{distance:.1e}"}
         for side, distance in found.get("check", {}).get(name, {}).items()
     ]
+
+
+def summary(found: dict[str, Any]) -> str:
+    """The README's sentence on where figures come from, and the decode ratios it states."""
+    host, lines = found["machine"], []
+    for name, model in found["models"].items():
+        rows = model.get("decode", {}).get("1", {})
+        told = [
+            f"{kind} {statistics.median(ratios(theirs, rows[f'ours {kind}'])):.2f}"
+            for kind in types(rows)
+            if (theirs := rows.get(f"llama.cpp {PEER[kind]}"))
+        ]
+        if told:
+            lines.append(f"{name}: {', '.join(told)}")
+    loads = max((load for run in found.get("load", []) for load in run[:1]), default=0.0)
+    return (
+        f"{host['cores']} cores of {host['cpu']}, load average {loads:.1f} at the start; medians,"
+        f" quartiles as lines. Decode of one sequence, times llama.cpp's speed: {'; '.join(lines)}."
+    )
 
 
 SECTIONS = {

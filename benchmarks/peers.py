@@ -47,6 +47,18 @@ from runtime import manifest as manifests
 from runtime.module import open_bundle
 from runtime.session import Session
 import iree.runtime
+def resident():
+    sizes, name = {"mapped": 0, "anonymous": 0}, ""
+    for line in open("/proc/self/smaps"):
+        key, *rest = line.split()
+        if not key.endswith(":"):
+            name = rest[-1] if len(rest) == 5 else ""
+        elif key == "Rss:" and name.endswith(".irpa"):
+            sizes["mapped"] += int(rest[0]) * 1024
+        elif key == "Anonymous:":
+            sizes["anonymous"] += int(rest[0]) * 1024
+    return sizes
+before = resident()
 imported = time.perf_counter()
 path = Path(sys.argv[1])
 manifest = manifests.load(path)
@@ -57,16 +69,7 @@ for chunk in manifest.shape.chunks:
 session.admit(0)
 session.device.to_host(session.decode([1], [32], [1])[1])
 session.extract(0)
-sizes = {"mapped": 0, "anonymous": 0}
-name = ""
-for line in open("/proc/self/smaps"):
-    key, *rest = line.split()
-    if not key.endswith(":"):
-        name = rest[-1] if len(rest) == 5 else ""
-    elif key == "Rss:" and name.endswith(".irpa"):
-        sizes["mapped"] += int(rest[0]) * 1024
-    elif key == "Anonymous:":
-        sizes["anonymous"] += int(rest[0]) * 1024
+sizes = {key: value - before[key] for key, value in resident().items()}
 print(json.dumps({"imports": imported - started, "open": opened - imported, **sizes}))
 """
 
@@ -205,7 +208,8 @@ def turned(workers: list[Worker], number: int) -> list[Worker]:
 
 
 def opening(name: str, args: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
-    """Type -> what a new process finds: seconds to import and open, bytes resident after all."""
+    """Type -> what a new process finds: seconds to import and to open, and the bytes of the
+    parameter file and of memory of its own that are resident once every entry has run."""
     found: dict[str, dict[str, list[float]]] = {}
     kinds = [kind for kind in args.types if built(name, kind, args.work)]
     for _ in range(args.rounds):

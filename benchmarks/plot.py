@@ -1,6 +1,6 @@
 """The README's plots: tokens a second by weight type, beside llama.cpp and torch, as SVG.
 
-    python benchmarks/plot.py                 benchmarks/peers.json to benchmarks/plots/*.svg
+    python benchmarks/plot.py          benchmarks/peers.json to benchmarks/plots/*.svg and README.md
 
 Bars are medians over rounds, their thin lines quartiles; a group is a weight type.
 """
@@ -11,12 +11,13 @@ import argparse
 import json
 import math
 import statistics
+import textwrap
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
-from peer_report import PEER
+from peer_report import PEER, summary
 
 HERE = Path(__file__).resolve().parent
 SERIES = {"Scanwright": "#1b6ca8", "llama.cpp": "#e08e45", "torch": "#8b929a"}
@@ -124,6 +125,22 @@ def pictures(found: Mapping[str, Any]) -> dict[str, str]:
     return made
 
 
+def shown(readme: str, names: Sequence[str], words: str) -> str:
+    """README.md with the plots between its markers."""
+    start, end = "<!-- plots:begin -->\n", "<!-- plots:end -->"
+    before, _, rest = readme.partition(start)
+    lines = [f"![{Path(name).stem}](benchmarks/plots/{name})\n" for name in names]
+    return (
+        before
+        + start
+        + textwrap.fill(words, 100)
+        + "\n\n"
+        + "".join(lines)
+        + end
+        + (rest.partition(end)[2])
+    )
+
+
 def main() -> None:
     """Write the files."""
     parser = argparse.ArgumentParser(
@@ -133,9 +150,15 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=HERE / "plots", metavar="DIR")
     args = parser.parse_args()
     args.out.mkdir(parents=True, exist_ok=True)
-    for name, text in pictures(json.loads(args.json.read_text(encoding="utf-8"))).items():
+    found = json.loads(args.json.read_text(encoding="utf-8"))
+    made = pictures(found)
+    for name, text in made.items():
         (args.out / name).write_text(text, encoding="utf-8")
         print(args.out / name, len(text))
+    if args.out == HERE / "plots":
+        readme = HERE.parent / "README.md"
+        text = shown(readme.read_text(encoding="utf-8"), list(made), summary(found))
+        readme.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -280,6 +280,18 @@ def test_bars_are_as_high_as_their_rates():
     assert ceilings == pytest.approx([0.6, 1, 60, 100, 200])
 
 
+def test_the_readme_gets_its_plots_between_the_markers():
+    shown, found = script("plot.py").shown, measured()
+    words = script("peer_report.py").summary(found)
+    assert words.endswith("times llama.cpp's speed: m: bf16 1.50.")
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    text = shown(readme, ["decode-m.svg", "prefill-m.svg"], words)
+    assert text.count("![decode-m](benchmarks/plots/decode-m.svg)\n![prefill-m](") == 1
+    assert shown(text, ["decode-m.svg", "prefill-m.svg"], words) == text
+    lines = set(readme.partition("<!-- plots:begin -->")[0].splitlines())
+    assert lines < set(text.splitlines()) and "## Serve" in text
+
+
 def test_nobody_always_follows_the_same_side():
     peers = script("peers.py")
     orders = [peers.turned(list("abcde"), number) for number in range(6)]
