@@ -113,7 +113,7 @@ def build(name: str, target: str = "cpu", base: str = "b1-p8", *words: str) -> P
     """The bundle of the checkpoint `name` for the shape `base` (see `shape`), by `doit build`."""
     words = (f"model={checkpoint(name)}", f"target={target}", f"shape={shape(name, base)}", *words)
     family, case = name.split("/")
-    extra = "-".join(word for word in words[3:] if "/" not in word)
+    extra = "-".join(word.replace("=", "-") for word in words[3:] if "/" not in word)
     cwd = home() / "tree" / family / case / extra  # all handed ones are called `checkpoint`
     return built(doit(["build", *words], cwd, cache()), cwd)
 
