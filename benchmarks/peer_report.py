@@ -218,7 +218,12 @@ def render(found: dict[str, Any]) -> str:
                     parts.append(f"{title[0].upper()}{title[1:]}\n\n{table(rows)}")
     if compiled := found.get("compile"):
         rows = [
-            {"type": kind, "s": f"{row['seconds']:.1f}", "peak MB": f"{row['bytes'] / 1e6:.0f}"}
+            {
+                "type": kind,
+                "s": f"{row['seconds']:.1f}",
+                "C kernels s": f"{row['kernels']:.1f}",
+                "peak MB": f"{row['bytes'] / 1e6:.0f}",
+            }
             for kind, row in compiled.items()
         ]
         parts.append(f"Compiling all entries of mamba2-130m\n\n{table(rows)}")

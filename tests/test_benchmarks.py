@@ -224,7 +224,7 @@ def measured() -> dict:
         "check": {"m": {"ours f32": 1e-6}},
         "rates": [{"read": 1.25e10, "numpy f32": 4e11, "torch bf16": 2.5e11}],
         "models": {"m": model},
-        "compile": {"bf16": {"seconds": 20.0, "bytes": 2e8}},
+        "compile": {"bf16": {"seconds": 20.0, "kernels": 3.0, "bytes": 2e8}},
     }  # fmt: skip
 
 
@@ -246,7 +246,10 @@ def test_a_peer_table_can_be_done_by_hand():
     assert (prompt["llama.cpp"], prompt["times its speed"]) == ("bf16 50", "2")
     text = report.render(found)
     assert "load average of each run: 0.0 to 2.0" in text and "reads 12.5 GB/s" in text
-    assert "| bf16 | 100        | 10      | 900 " in text and "| bf16 | 20.0 | 200 " in text
+    assert (
+        "| bf16 | 100        | 10      | 900 " in text
+        and "| bf16 | 20.0 | 3.0         | 200 " in text
+    )
 
 
 def test_int_weights_are_set_against_float32_products():
