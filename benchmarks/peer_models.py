@@ -6,6 +6,7 @@ of it, WORK/gguf/MODEL what llama.cpp makes of it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -71,8 +72,11 @@ def checkpoint(name: str, work: Path) -> Path:
     out = work / "checkpoints" / name
     if (out / "config.json").exists():
         return out
-    import torch
-    import transformers
+    try:
+        import torch
+        import transformers
+    except ImportError as missing:
+        sys.exit(f"error: {missing}: checkpoints are written by it: pip install -e '.[oracle]'")
 
     model = MODELS[name]
     fields = dict(model.config)
