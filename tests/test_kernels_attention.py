@@ -89,6 +89,42 @@ def test_the_kernels_are_softmax_attention(level: str) -> None:
                     assert not y[b, t].any()
 
 
+# tokens, heads, key heads, places, D, window, positions of two rows
+RINGS = (
+    (9, 6, 2, 20, 16, 20, (3, 47)),
+    (70, 2, 1, 33, 37, 33, (0, 99)),
+    (8, 3, 3, 100, 70, 130, (60, 100)),
+)
+
+
+@pytest.mark.parametrize("level", kernels.levels())
+def test_a_ring_and_the_tokens_after_it(level: str) -> None:
+    """Against attention to a list of all keys, of which the ring holds the last ones."""
+    for seed, (T, H, G, C, D, window, positions) in enumerate(RINGS):
+        random = np.random.default_rng(seed)
+        shapes = [(2, T, H, D), *[(2, max(positions) + T, G, D)] * 2]
+        q, keys, values = (random.standard_normal(s).astype(np.float32) for s in shapes)
+        rings = [np.full((2, G, C, D), np.nan, np.float32) for _ in range(2)]
+        lengths = np.array([T, T - 3], np.int32)
+        own = []
+        for every, ring in zip((keys, values), rings, strict=True):
+            for b, first in enumerate(positions):
+                for p in range(max(0, first - C), first):
+                    ring[b, :, p % C] = every[b, p]
+            own.append(np.stack([every[b, p : p + T] for b, p in enumerate(positions)]))
+            own[-1][1, T - 3 :] = np.nan
+        arrays = [q, *own, *rings, lengths, np.array(positions, np.int32), np.full_like(q, np.nan)]
+        bits = [int(np.float32(x).view(np.uint32)) for x in (0.25, 5.0)]
+        sizes = (2, T, H, G, C, D, window, *bits, 5)
+        y = kernels.run(level, "attention_ring", arrays, sizes, 5)[7]
+        for b, first in enumerate(positions):
+            for t in (0, 1, T // 2, lengths[b] - 1):
+                past = [list(every[b, : first + t + 1]) for every in (keys, values)]
+                want = attend(q[b, t], past[0], past[1], 0.25, window, 5.0)
+                assert relative(y[b, t], want) < 3e-6
+            assert not y[b, lengths[b] :].any()
+
+
 def test_a_larger_score_later_takes_over() -> None:
     """Scores that grow by hundreds from block to block, in exponentials of differences alone."""
     size = (1, 1, 2, 1, 200, 8, 8, 0.0, 1, 1)

@@ -1,9 +1,10 @@
 // Softmax attention of queries over keys and values [B, G, C, D] as they lie (emit/ops/attention.py).
 //
-// Token t of row b sees the places before positions[b] + t + 1, and nothing else is read. A block of
-// queries goes over the places in blocks, with a running maximum: sums so far are scaled down where
-// a larger score comes. Few queries (a decode): lanes along D for the scores. Many: a block of keys is
+// Token t of row b sees the places before positions[b] + t + 1, and nothing else is read; or those of
+// the last `window` positions in a ring, and tokens not written yet. A block of queries goes over the
+// places in blocks, with a running maximum: sums so far are scaled down where a larger score comes. Few queries (a decode): lanes along D for the scores. Many: a block of keys is
 // transposed into the stack, and both products are those of product.h.
+#include "gates.h"
 #include "product.h"
 
 enum { ATT_DEPTH = 640, ATT_FEW = 8, ATT_ROWS = 48, ATT_PLACES = 64, ATT_KEYS = 64 };
@@ -13,22 +14,20 @@ typedef struct {
   float q[ATT_ROOM], y[ATT_ROOM];           // rows of `width` floats, queries scaled
   float scores[ATT_ROWS * ATT_PLACES];      // rows of ATT_PLACES
   float largest[ATT_ROWS], total[ATT_ROWS]; // of the scores so far, and of their exponentials
-  size_t limit[ATT_ROWS];                   // how many places a row sees
+  size_t low[ATT_ROWS], limit[ATT_ROWS];    // the first place that a row sees, and that after the last
   size_t rows, width, D, W;                 // numbers of a key, and of a value that are wanted
   float cap;
 } att_block;
 
-INLINE vf att_load(const float *p, size_t left) {
-  return left >= LANES ? load_f32(p) : load_part(p, left);
-}
-
-// The scores of a row become exponentials; of places that it does not see, 0. What is summed so far
-// is to be multiplied with the result.
-static float att_weigh(att_block *of, size_t row, size_t start, size_t width) {
-  float *scores = of->scores + row * ATT_PLACES;
-  const int seen = of->limit[row] > start ? (int)(of->limit[row] - start) : 0;
-  float first[LANES], most = of->largest[row];
-  for (int i = 0; i < LANES; i++) first[i] = (float)i;
+// The scores of a row with `count` places from `start` become exponentials; of places that it does
+// not see, 0. What is summed so far is to be multiplied with the result.
+static float att_weigh(att_block *of, size_t row, size_t start, size_t count, size_t width) {
+  float *scores = of->scores + row * ATT_PLACES, lanes[LANES], most = of->largest[row];
+  const size_t end = of->limit[row] > start ? of->limit[row] - start : 0;
+  const size_t begin = of->low[row] > start ? of->low[row] - start : 0;
+  const vf after = splat((float)(end < count ? end : count));
+  const vf before = splat((float)(begin < count ? begin : count));
+  for (int i = 0; i < LANES; i++) lanes[i] = (float)i;
   vf top = splat(most), total = zero();
   for (size_t i = 0; i < width; i += LANES) {
     vf s = load_f32(scores + i);
@@ -36,12 +35,14 @@ static float att_weigh(att_block *of, size_t row, size_t start, size_t width) {
       s = splat(of->cap) * (splat(2.0f) * vsigmoid(s * splat(2.0f / of->cap)) - splat(1.0f));
       store(scores + i, s);
     }
-    const vi inside = load_f32(first) + splat((float)i) < splat((float)seen);
+    const vf place = load_f32(lanes) + splat((float)i);
+    const vi inside = (place < after) & (place >= before);
     top = choose(inside & (s > top), s, top);
   }
   for (int i = 0; i < LANES; i++) most = top[i] > most ? top[i] : most;
   for (size_t i = 0; i < width; i += LANES) {
-    const vi inside = load_f32(first) + splat((float)i) < splat((float)seen);
+    const vf place = load_f32(lanes) + splat((float)i);
+    const vi inside = (place < after) & (place >= before);
     const vf weight = choose(inside, vexp(load_f32(scores + i) - splat(most)), zero());
     store(scores + i, weight);
     total += weight;
@@ -53,9 +54,9 @@ static float att_weigh(att_block *of, size_t row, size_t start, size_t width) {
 }
 
 // All rows of a block's scores, and the outputs so far made smaller.
-static void att_weigh_all(att_block *of, size_t start, size_t width) {
+static void att_weigh_all(att_block *of, size_t start, size_t count, size_t width) {
   for (size_t m = 0; m < of->rows; m++) {
-    const float kept = att_weigh(of, m, start, width);
+    const float kept = att_weigh(of, m, start, count, width);
     if (kept != 1.0f)
       for (size_t i = 0; i < of->width; i += LANES)
         store(of->y + m * of->width + i, load_f32(of->y + m * of->width + i) * splat(kept));
@@ -93,7 +94,7 @@ INLINE void att_add(att_block *of, size_t row, const float *values, size_t count
     vf value[4];
     for (int n = 0; n < N; n++)
       value[n] = N > 1 ? load_f32(values + c * of->D + column + n * LANES)
-                       : att_load(values + c * of->D + column, of->W - column);
+                       : load_upto(values + c * of->D + column, of->W - column);
     for (int m = 0; m < M; m++) {
       const vf weight = splat(weights[m * ATT_PLACES + c]);
       for (int n = 0; n < N; n++) acc[m][n] += weight * value[n];
@@ -120,7 +121,7 @@ static void att_few(att_block *of, const float *keys, const float *values, size_
       for (size_t m = 0; m < of->rows; m++)
         att_score(of, m, keys + (start + width) * of->D, count - width,
                   of->scores + m * ATT_PLACES + width);
-    att_weigh_all(of, start, width);
+    att_weigh_all(of, start, count, width);
     for (; column + 4 * LANES <= of->W; column += 4 * LANES)
       att_add_rows(of, values + start * of->D, count, column, 4);
     for (; column < of->W; column += LANES)
@@ -129,12 +130,12 @@ static void att_few(att_block *of, const float *keys, const float *values, size_
 }
 
 // wide[d][place] = keys[place][d] of `depth` numbers; zeros for places beyond `count`.
-static void att_turn(const float *keys, size_t D, size_t depth, size_t count, float *wide) {
+static void att_turn(const float *keys, size_t stride, size_t depth, size_t count, float *wide) {
   for (size_t c = 0; c < BLOCK_O; c += LANES) {
     for (size_t d = 0; d < depth; d += LANES) {
       vf rows[LANES];
       for (size_t i = 0; i < LANES; i++)
-        rows[i] = c + i < count ? att_load(keys + (c + i) * D + d, depth - d) : zero();
+        rows[i] = c + i < count ? load_upto(keys + (c + i) * stride + d, depth - d) : zero();
       transpose(rows);
       for (size_t i = 0; i < LANES && d + i < depth; i++)
         store(wide + (d + i) * BLOCK_O + c, rows[i]);
@@ -142,22 +143,25 @@ static void att_turn(const float *keys, size_t D, size_t depth, size_t count, fl
   }
 }
 
-static void att_many(att_block *of, const float *keys, const float *values, size_t to) {
+// All of a block's queries with `all` keys, one each `stride` floats, the first of which is place
+// `base`.
+static void att_many(att_block *of, const float *keys, const float *values, size_t stride,
+                     size_t base, size_t all) {
   float wide[ATT_KEYS * BLOCK_O];
-  for (size_t start = 0; start < to; start += BLOCK_O) {
-    const size_t count = to - start < BLOCK_O ? to - start : BLOCK_O;
+  for (size_t start = 0; start < all; start += BLOCK_O) {
+    const size_t count = all - start < BLOCK_O ? all - start : BLOCK_O;
     for (size_t d = 0; d < of->D; d += ATT_KEYS) {
       const size_t depth = of->D - d < ATT_KEYS ? of->D - d : ATT_KEYS;
-      att_turn(keys + start * of->D + d, of->D, depth, count, wide);
+      att_turn(keys + start * stride + d, stride, depth, count, wide);
       multiply_all(of->q + d, wide, of->scores, of->rows, of->width, depth, ATT_PLACES, d == 0);
     }
-    att_weigh_all(of, start, BLOCK_O);
+    att_weigh_all(of, base + start, count, BLOCK_O);
     for (size_t column = 0; column < of->W; column += BLOCK_O) {
       for (size_t c = 0; c < count; c++)
         for (size_t i = 0; i < BLOCK_O; i += LANES) {
-          const float *from = values + (start + c) * of->D + column + i;
+          const float *from = values + (start + c) * stride + column + i;
           const size_t left = column + i < of->W ? of->W - column - i : 0;
-          store(wide + c * BLOCK_O + i, left ? att_load(from, left) : zero());
+          store(wide + c * BLOCK_O + i, left ? load_upto(from, left) : zero());
         }
       multiply_all(of->scores, wide, of->y + column, of->rows, ATT_PLACES, count, of->width, 0);
     }
@@ -167,6 +171,7 @@ static void att_many(att_block *of, const float *keys, const float *values, size
 typedef struct {
   size_t T, H, G, C, D, W;
   float scale, cap;
+  size_t window;  // 0 without one
 } att_sizes;
 
 // Queries `first` … of the T H / G that read the keys of head g of row b; true if any is valid.
@@ -190,7 +195,9 @@ static int att_open(att_block *of, const att_sizes *n, const float *q, size_t b,
     }
     of->largest[m] = -1e30f;
     of->total[m] = 0.0f;
-    of->limit[m] = seen < 0 ? 0 : seen < (long long)n->C ? (size_t)seen : n->C;
+    of->limit[m] = seen < 0 ? 0 : (size_t)seen;
+    of->low[m] = n->window && of->limit[m] > n->window ? of->limit[m] - n->window : 0;
+    if (!n->window && of->limit[m] > n->C) of->limit[m] = n->C;
     if (first + m >= valid) of->limit[m] = 0;
   }
   return first < valid;
@@ -213,11 +220,6 @@ static void att_close(const att_block *of, const att_sizes *n, float *y, size_t 
     const float by = !whole ? 1.0f : of->total[m] == 0.0f ? 0.0f : 1.0f / of->total[m];
     for (size_t i = 0; i < n->W; i++) to[i] = of->y[m * of->width + i] * by;
   }
-}
-
-INLINE float att_float(size_t bits) {
-  const union { uint32_t u; float f; } x = {(uint32_t)bits};
-  return x.f;
 }
 
 // One token a row. q [B, H, D], keys and values [B, G, C, D], lengths and positions i32[B] ->
@@ -250,7 +252,7 @@ EXPORT scanwright_attention_step(const float *q, const float *keys, const float 
                                  const int32_t *lengths, const int32_t *positions, float *y,
                                  size_t units, size_t H, size_t G, size_t C, size_t D, size_t W,
                                  size_t scale, size_t cap, size_t tiles, size_t tile) {
-  const att_sizes n = {1, H, G, C, D, W, att_float(scale), att_float(cap)};
+  const att_sizes n = {1, H, G, C, D, W, number(scale), number(cap), 0};
   for (size_t unit = tile; unit < units; unit += tiles)
     att_step(q, keys, values, lengths, positions, y, 0, &n, 1, unit);
 }
@@ -260,7 +262,7 @@ EXPORT scanwright_attention_part(const float *q, const float *keys, const float 
                                  float *stats, size_t units, size_t H, size_t G, size_t C, size_t D,
                                  size_t W, size_t scale, size_t cap, size_t splits, size_t tiles,
                                  size_t tile) {
-  const att_sizes n = {1, H, G, C, D, W, att_float(scale), att_float(cap)};
+  const att_sizes n = {1, H, G, C, D, W, number(scale), number(cap), 0};
   for (size_t unit = tile; unit < units; unit += tiles)
     att_step(q, keys, values, lengths, positions, y, stats, &n, splits, unit);
 }
@@ -291,7 +293,7 @@ EXPORT scanwright_attention_scan(const float *q, const float *keys, const float 
                                  const int32_t *lengths, const int32_t *positions, float *y,
                                  size_t B, size_t T, size_t H, size_t G, size_t C, size_t D,
                                  size_t W, size_t scale, size_t cap, size_t tiles, size_t tile) {
-  const att_sizes n = {T, H, G, C, D, W, att_float(scale), att_float(cap)};
+  const att_sizes n = {T, H, G, C, D, W, number(scale), number(cap), 0};
   const size_t width = (D + BLOCK_O - 1) / BLOCK_O * BLOCK_O;
   const size_t rows = ATT_ROOM / width < ATT_ROWS ? ATT_ROOM / width : ATT_ROWS;
   const size_t blocks = (T * (H / G) + rows - 1) / rows;
@@ -300,7 +302,39 @@ EXPORT scanwright_attention_scan(const float *q, const float *keys, const float 
     const size_t first = unit / (B * G) * rows, b = unit % (B * G) / G, g = unit % G;
     const size_t region = (b * G + g) * C * D;
     if (att_open(&of, &n, q, b, g, first, rows, BLOCK_O, lengths[b], positions[b]))
-      att_many(&of, keys + region, values + region, att_end(&of));
+      att_many(&of, keys + region, values + region, D, 0, att_end(&of));
     att_close(&of, &n, y, b, g, first, W, 1);
+  }
+}
+
+// T tokens a row that are not written yet, in a ring: k and v [B, T, G, D] are theirs, keys and values
+// [B, G, C, D] hold position p, of the last C before them, at place p mod C.
+EXPORT scanwright_attention_ring(const float *q, const float *k, const float *v, const float *keys,
+                                 const float *values, const int32_t *lengths,
+                                 const int32_t *positions, float *y, size_t B, size_t T, size_t H,
+                                 size_t G, size_t C, size_t D, size_t window, size_t scale,
+                                 size_t cap, size_t tiles, size_t tile) {
+  const att_sizes n = {T, H, G, C, D, D, number(scale), number(cap), window};
+  const size_t width = (D + BLOCK_O - 1) / BLOCK_O * BLOCK_O;
+  const size_t rows = ATT_ROOM / width < ATT_ROWS ? ATT_ROOM / width : ATT_ROWS;
+  const size_t blocks = (T * (H / G) + rows - 1) / rows;
+  for (size_t unit = tile; unit < B * G * blocks; unit += tiles) {
+    att_block of;
+    const size_t first = unit / (B * G) * rows, b = unit % (B * G) / G, g = unit % G;
+    const size_t region = (b * G + g) * C * D, own = (b * T * G + g) * D;
+    if (att_open(&of, &n, q, b, g, first, rows, BLOCK_O, lengths[b], positions[b])) {
+      const size_t begin = positions[b] > 0 ? (size_t)positions[b] : 0, end = att_end(&of);
+      size_t at = begin > C ? begin - C : 0;
+      if (of.low[0] > at) at = of.low[0];
+      while (at < begin) {
+        const size_t place = at % C, left = C - place < begin - at ? C - place : begin - at;
+        att_many(&of, keys + region + place * D, values + region + place * D, D, at, left);
+        at += left;
+      }
+      at -= begin;  // of the tokens' own, the first that the first query sees
+      att_many(&of, k + own + at * G * D, v + own + at * G * D, G * D, begin + at,
+               end - begin - at);
+    }
+    att_close(&of, &n, y, b, g, first, D, 1);
   }
 }

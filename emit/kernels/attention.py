@@ -56,3 +56,27 @@ def read(
     sizes, tiles = [B * H, splits, W, per], -(-B * H // per)
     (y,) = kernels.call("attention_join", [y, stats], [((B * H, W), jnp.float32)], sizes, tiles)
     return y.reshape(B, T, H, W)
+
+
+def read_ring(
+    q: Array,
+    k: Array,
+    v: Array,
+    keys: Array,
+    values: Array,
+    lengths: Array,
+    positions: Array,
+    *,
+    scale: float,
+    window: int,
+    softcap: float | None = None,
+) -> Array | None:
+    """`attention.read_ring` by the kernel."""
+    (B, T, H, D), (_, G, C, _) = q.shape, keys.shape
+    if D > DEEPEST or keys.dtype != jnp.float32:
+        return None
+    floats = [int(np.float32(x).view(np.uint32)) for x in (scale, softcap or 0.0)]
+    operands = [q, k, v, keys, values, lengths, positions]
+    sizes = [B, T, H, G, C, D, window, *floats, MOST_TILES]
+    (y,) = kernels.call("attention_ring", operands, [(q.shape, jnp.float32)], sizes, MOST_TILES)
+    return y

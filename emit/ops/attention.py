@@ -78,21 +78,15 @@ def scan(
     that the first tokens need, so they attend to the old ring and to themselves, and are written
     after that, the last C valid ones.
     """
-    T, C = q.shape[1], keys.shape[2]
-    t = nn.iota(T)
-    valid = (t[None, :] < lengths[:, None])[:, :, None, None]
+    valid = (nn.iota(q.shape[1])[None, :] < lengths[:, None])[:, :, None, None]
     k, v = jnp.where(valid, k, 0.0), jnp.where(valid, v, 0.0)  # even infinite padding is nothing
-    c, first = jnp.arange(C, dtype=jnp.int32)[None, None, :], positions[:, None, None]
     if window is None:
         keys = write(keys, k, positions, lengths)
         values = write(values, v, positions, lengths)
         y = read(q, keys, values, lengths, positions, scale=scale, softcap=softcap)
         return y, keys, values
-    held = _held(c, first - 1, C)
-    old = (held >= 0) & (first + t[None, :, None] - held < window)
-    own = (t[:, None] >= t[None, :]) & (t[:, None] - t[None, :] < window)
-    parts = [(keys, values, old), (k.swapaxes(1, 2), v.swapaxes(1, 2), own[None])]
-    y = attend(q, parts, scale, softcap)
+    given = (q, k, v, keys, values, lengths, positions)
+    y = read_ring(*given, scale=scale, window=window, softcap=softcap)
     return y, _write_ring(keys, k, positions, lengths), _write_ring(values, v, positions, lengths)
 
 
@@ -118,6 +112,38 @@ def read(
     c = jnp.arange(C, dtype=jnp.int32)[None, None, :]
     seen = c <= positions[:, None, None] + nn.iota(T)[None, :, None]
     return attend(q, [(keys, values, seen)], scale, softcap)[..., :width]
+
+
+@on_cpu(kernels.read_ring)
+def read_ring(
+    q: Array,
+    k: Array,
+    v: Array,
+    keys: Array,
+    values: Array,
+    lengths: Array,
+    positions: Array,
+    *,
+    scale: float,
+    window: int,
+    softcap: float | None = None,
+) -> Array:
+    """Attention of T tokens to themselves and to a ring that they are not written to yet.
+
+    -> [B, T, H, D], which beyond `lengths` is anything.
+    """
+    del lengths
+    T, C = q.shape[1], keys.shape[2]
+    c, first, t = (
+        jnp.arange(C, dtype=jnp.int32)[None, None, :],
+        positions[:, None, None],
+        nn.iota(T),
+    )
+    held = _held(c, first - 1, C)
+    old = (held >= 0) & (first + t[None, :, None] - held < window)
+    own = (t[:, None] >= t[None, :]) & (t[:, None] - t[None, :] < window)
+    parts = [(keys, values, old), (k.swapaxes(1, 2), v.swapaxes(1, 2), own[None])]
+    return attend(q, parts, scale, softcap)
 
 
 def _held(c: Array, last: Array, C: int) -> Array:
