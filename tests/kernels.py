@@ -40,17 +40,23 @@ def levels() -> list[object]:
     ]
 
 
+@cache
+def built(level: str) -> Path:
+    """The object of all kernels for `level`."""
+    return objects.build(level, Path(mkdtemp(prefix="scanwright-kernels-")))
+
+
 def names() -> list[str]:
     """The kernels that the sources export, without `scanwright_`."""
-    made = objects.build("x86-64-v3", Path(mkdtemp())).read_bytes()
+    made = built(FIRST).read_bytes()
     return sorted({m.decode() for m in re.findall(rb"\0scanwright_(\w+)(?=\0)", made)})
 
 
 @cache
 def program(level: str) -> Path:
     """The program for `level`."""
-    work = Path(mkdtemp(prefix="scanwright-kernels-"))
-    made = objects.build(level, work)
+    made = built(level)
+    work = made.parent
     table = "".join(f"KERNEL(scanwright_{name})\n" for name in names())
     (work / "kernels.inc").write_text(table)
     triple = TRIPLES[LEVELS[level][0]]

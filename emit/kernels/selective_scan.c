@@ -4,10 +4,11 @@
 //
 // Any number of tokens. x, raw, B, C and z are columns of wider rows. The state is [B, I, N]; the
 // old one is read, the new one written. Lanes are channels: states and rates are transposed once,
-// and then no sum crosses lanes.
+// and then no sum crosses lanes. Rates
+// are taken times log2(e), decays as powers of two.
 #include "gates.h"
 
-enum { SCAN_MAPS = 16 };
+enum { SCAN_MAPS = 16, SCAN_TOKENS = 64 };
 
 typedef struct {
   const float *x, *raw, *maps_in, *maps_out, *z;
@@ -34,27 +35,40 @@ INLINE void scan_turned_back(const vf *from, float *to, size_t stride, size_t ma
   }
 }
 
-// `steps` tokens, of which `length` are valid, through `maps` <= SCAN_MAPS numbers of the state of each of `count` channels.
-// `first` and `last`: whether these are the first, and the last, numbers of the state.
-INLINE void scan_tokens(const scan_rows *in, vf *h, const vf *rates, vf bias, vf skip, float *y,
-                        size_t I, size_t steps, size_t length, size_t count, int first, int last,
-                        int gated, const size_t maps) {
-  for (size_t t = 0; t < steps; t++) {
-    const vf x = load_upto(in->x + t * in->x_width, count);
-    const vf raw = load_upto(in->raw + t * in->raw_width, count) + bias;
-    const vf dt = t < length ? softplus(raw) : zero();
-    const vf inputs = dt * x;
-    const float *b = in->maps_in + t * in->maps_width, *c = in->maps_out + t * in->out_width;
-    vf v = first ? zero() : load_upto(y + t * I, count);
+// Up to SCAN_TOKENS tokens, of which `length` are valid, through `maps` <= SCAN_MAPS numbers of the
+// state of each of `count` channels. `first` and `last`: whether these are the first, and the last,
+// numbers of the state. What only tokens need is done for all of them before and after, so that no
+// token waits for it.
+INLINE void scan_tokens(const scan_rows *in, size_t t, vf *h, const vf *rates, vf bias, vf skip,
+                        float *y, size_t I, size_t steps, size_t length, size_t count, int first,
+                        int last, int gated, const size_t maps) {
+  vf widths[SCAN_TOKENS], inputs[SCAN_TOKENS], sums[SCAN_TOKENS];
+  for (size_t i = 0; i < steps; i++) {
+    const vf raw = load_upto(in->raw + (t + i) * in->raw_width, count) + bias;
+    widths[i] = t + i < length ? softplus(raw) : zero();
+    inputs[i] = widths[i] * load_upto(in->x + (t + i) * in->x_width, count);
+  }
+  for (size_t i = 0; i < steps; i++) {
+    const float *b = in->maps_in + (t + i) * in->maps_width;
+    const float *c = in->maps_out + (t + i) * in->out_width;
+    vf even = zero(), odd = zero();
     for (size_t n = 0; n < maps; n++) {
-      h[n] = h[n] * vexp(dt * rates[n]) + inputs * splat(b[n]);
-      v += h[n] * splat(c[n]);
+      h[n] = h[n] * power_of_two(widths[i] * rates[n]) + inputs[i] * splat(b[n]);
+      if (n % 2)
+        odd += h[n] * splat(c[n]);
+      else
+        even += h[n] * splat(c[n]);
     }
+    sums[i] = even + odd;
+  }
+  for (size_t i = 0; i < steps; i++) {
+    float *out = y + (t + i) * I;
+    vf v = first ? sums[i] : sums[i] + load_upto(out, count);
     if (last) {
-      v += skip * x;
-      if (gated) v *= silu(load_upto(in->z + t * in->z_width, count));
+      v += skip * load_upto(in->x + (t + i) * in->x_width, count);
+      if (gated) v *= silu(load_upto(in->z + (t + i) * in->z_width, count));
     }
-    store_upto(y + t * I, v, count);
+    store_upto(out, v, count);
   }
 }
 
@@ -92,13 +106,16 @@ EXPORT scanwright_selective_scan(const float *x, const float *raw, const float *
       vf h[SCAN_MAPS], rates[SCAN_MAPS];
       scan_turned(state + at, h, N, maps, count);
       scan_turned(A_log + c * N + n, rates, N, maps, count);
-      for (size_t i = 0; i < maps; i++) rates[i] = -vexp(rates[i]);
-      if (count == LANES && maps == SCAN_MAPS)
-        scan_tokens(&in, h, rates, of_bias, skip, y + c, I, steps, length, LANES, n == 0, last,
-                    (int)gated, SCAN_MAPS);
-      else
-        scan_tokens(&in, h, rates, of_bias, skip, y + c, I, steps, length, count, n == 0, last,
-                    (int)gated, maps);
+      for (size_t i = 0; i < maps; i++) rates[i] = vexp(rates[i]) * splat(-1.44269504f);
+      for (size_t t = 0; t < steps; t += SCAN_TOKENS) {
+        const size_t now = steps - t < SCAN_TOKENS ? steps - t : SCAN_TOKENS;
+        if (count == LANES && maps == SCAN_MAPS)
+          scan_tokens(&in, t, h, rates, of_bias, skip, y + c, I, now, length, LANES, n == 0, last,
+                      (int)gated, SCAN_MAPS);
+        else
+          scan_tokens(&in, t, h, rates, of_bias, skip, y + c, I, now, length, count, n == 0, last,
+                      (int)gated, maps);
+      }
       scan_turned_back(h, new_state + at, N, maps, count);
     }
     for (size_t t = steps; t < T; t++) store_upto(y + t * I + c, zero(), count);

@@ -23,9 +23,9 @@ INLINE vf ssd_step_size(const ssd_inputs *in, vf raw, size_t head) {
 
 INLINE float ssd_rate(const ssd_inputs *in, size_t head) { return -one_exp(in->A_log[head]); }
 
-// R rows of a head's state: new = old decay + inputs B^T, y = new C.
+// R rows of a head's state: new = old decay + inputs B^T, y = new C. `past` the caches or not.
 INLINE void ssd_rows(const float *old, float *new, const float *maps_in, const float *maps_out,
-                     const float *inputs, float decay, float *y, size_t N, const int R) {
+                     const float *inputs, float decay, float *y, size_t N, int past, const int R) {
   vf sums[4];
   for (int r = 0; r < R; r++) sums[r] = zero();
   size_t n = 0;
@@ -33,7 +33,10 @@ INLINE void ssd_rows(const float *old, float *new, const float *maps_in, const f
     const vf b = load_f32(maps_in + n), c = load_f32(maps_out + n);
     for (int r = 0; r < R; r++) {
       const vf h = load_f32(old + r * N + n) * splat(decay) + splat(inputs[r]) * b;
-      store(new + r * N + n, h);
+      if (past)
+        stream(new + r * N + n, h);
+      else
+        store(new + r * N + n, h);
       sums[r] += h * c;
     }
   }
@@ -71,11 +74,15 @@ static void ssd_step_rows(const ssd_inputs *in, const float *old, float *new, fl
   const float decay = active ? one_exp(dt * ssd_rate(in, head)) : 1.0f;
   float inputs[STATE_ROWS], y[STATE_ROWS];
   for (size_t i = 0; i < rows; i++) inputs[i] = active ? dt * x[i] : 0.0f;
+  const int past = streams(new, N);
   size_t i = 0;
   for (; i + 4 <= rows; i += 4)
-    ssd_rows(old + i * N, new + i * N, maps_in, maps_out, inputs + i, decay, y + i, N, 4);
+    if (past)
+      ssd_rows(old + i * N, new + i * N, maps_in, maps_out, inputs + i, decay, y + i, N, 1, 4);
+    else
+      ssd_rows(old + i * N, new + i * N, maps_in, maps_out, inputs + i, decay, y + i, N, 0, 4);
   for (; i < rows; i++)
-    ssd_rows(old + i * N, new + i * N, maps_in, maps_out, inputs + i, decay, y + i, N, 1);
+    ssd_rows(old + i * N, new + i * N, maps_in, maps_out, inputs + i, decay, y + i, N, 0, 1);
   const float *z = in->gated ? in->z + b * in->z_width + at : 0;
   ssd_outputs(y, x, z, in->D[head], out, rows);
 }
@@ -104,6 +111,7 @@ EXPORT scanwright_ssd_step(const float *x, const float *raw, const float *maps_i
     ssd_step_rows(&in, state + row * N, new_state + row * N, y + row, b, head, p, rows,
                   lengths[b] > 0);
   }
+  stored();
 }
 
 // wide[k][o] = w[o][k]: `count` columns of `outputs` <= BLOCK_O rows, zeros beyond the last of them.
@@ -179,10 +187,10 @@ static void ssd_decays(const ssd_inputs *in, ssd_chunk *c, size_t row, size_t he
   const vf last = splat(c->sums[CHUNK - 1]), rest = splat(c->rests[CHUNK - 1]);
   for (size_t k = 0; k < CHUNK; k += LANES) {
     const vf sums = load_f32(c->sums + k), rests = load_f32(c->rests + k);
-    store(c->from_start + k, vexp(sums));
-    store(c->to_end + k, vexp((last - sums) + (rest - rests)) * load_f32(c->steps + k));
+    store(c->from_start + k, faded_exp(sums));
+    store(c->to_end + k, faded_exp((last - sums) + (rest - rests)) * load_f32(c->steps + k));
   }
-  c->total = one_exp(c->sums[CHUNK - 1]);
+  c->total = faded_exp(last)[0];
 }
 
 static void ssd_weights(ssd_chunk *c, const float *scores) {
@@ -192,7 +200,7 @@ static void ssd_weights(ssd_chunk *c, const float *scores) {
     size_t k = 0;
     for (; k <= i; k += LANES) {
       const vf between = (sum - load_f32(c->sums + k)) + (rest - load_f32(c->rests + k));
-      store(w + k, load_f32(scores + i * CHUNK + k) * vexp(between) * load_f32(c->steps + k));
+      store(w + k, load_f32(scores + i * CHUNK + k) * faded_exp(between) * load_f32(c->steps + k));
     }
     for (size_t after = i + 1; after < k; after++) w[after] = 0;
     for (; k < CHUNK; k += LANES) store(w + k, zero());
