@@ -222,10 +222,10 @@ static void att_close(const att_block *of, const att_sizes *n, float *y, size_t 
   }
 }
 
-// One token a row. q [B, H, D], keys and values [B, G, C, D], lengths and positions i32[B] ->
+// One token a row, padding too. q [B, H, D], keys and values [B, G, C, D], positions i32[B] ->
 // y [B, H, W], the first W numbers of the values. With `splits` > 1 a tile reads a part of the places,
 // and y [B, H, splits, W] and stats [B, H, splits, 2] are for att_join.
-static void att_step(const float *q, const float *keys, const float *values, const int32_t *lengths,
+static void att_step(const float *q, const float *keys, const float *values,
                      const int32_t *positions, float *y, float *stats, const att_sizes *n,
                      size_t splits, size_t unit) {
   att_block of;
@@ -233,7 +233,7 @@ static void att_step(const float *q, const float *keys, const float *values, con
   const size_t split = unit % splits, first = unit / splits % blocks * ATT_FEW;
   const size_t g = unit / splits / blocks % n->G, b = unit / splits / blocks / n->G;
   const size_t region = (b * n->G + g) * n->C * n->D;
-  if (att_open(&of, n, q, b, g, first, ATT_FEW, LANES, lengths[b], positions[b])) {
+  if (att_open(&of, n, q, b, g, first, ATT_FEW, LANES, 1, positions[b])) {
     const size_t end = att_end(&of), each = (end + splits - 1) / splits;
     const size_t per = (each + ATT_PLACES - 1) / ATT_PLACES * ATT_PLACES;
     const size_t to = (split + 1) * per < end ? (split + 1) * per : end;
@@ -249,22 +249,21 @@ static void att_step(const float *q, const float *keys, const float *values, con
 }
 
 EXPORT scanwright_attention_step(const float *q, const float *keys, const float *values,
-                                 const int32_t *lengths, const int32_t *positions, float *y,
-                                 size_t units, size_t H, size_t G, size_t C, size_t D, size_t W,
+                                 const int32_t *positions, float *y, size_t units, size_t H, size_t G, size_t C, size_t D, size_t W,
                                  size_t scale, size_t cap, size_t tiles, size_t tile) {
   const att_sizes n = {1, H, G, C, D, W, number(scale), number(cap), 0};
   for (size_t unit = tile; unit < units; unit += tiles)
-    att_step(q, keys, values, lengths, positions, y, 0, &n, 1, unit);
+    att_step(q, keys, values, positions, y, 0, &n, 1, unit);
 }
 
 EXPORT scanwright_attention_part(const float *q, const float *keys, const float *values,
-                                 const int32_t *lengths, const int32_t *positions, float *y,
-                                 float *stats, size_t units, size_t H, size_t G, size_t C, size_t D,
+                                 const int32_t *positions, float *y, float *stats, size_t units,
+                                 size_t H, size_t G, size_t C, size_t D,
                                  size_t W, size_t scale, size_t cap, size_t splits, size_t tiles,
                                  size_t tile) {
   const att_sizes n = {1, H, G, C, D, W, number(scale), number(cap), 0};
   for (size_t unit = tile; unit < units; unit += tiles)
-    att_step(q, keys, values, lengths, positions, y, stats, &n, splits, unit);
+    att_step(q, keys, values, positions, y, stats, &n, splits, unit);
 }
 
 // parts [heads, splits, W] and stats [heads, splits, 2] of attention_part -> y [heads, W].

@@ -36,12 +36,11 @@ def read(
     if D > DEEPEST or keys.dtype != jnp.float32:
         return None
     floats = [int(np.float32(x).view(np.uint32)) for x in (scale, softcap or 0.0)]
-    operands, sizes = [q, keys, values, lengths, positions], [H, G, C, D, W, *floats]
+    operands, sizes = [q, keys, values, positions], [H, G, C, D, W, *floats]
     result = ((B, T, H, W), jnp.float32)
     if T > 1:
-        (y,) = kernels.call(
-            "attention_scan", operands, [result], [B, T, *sizes, MOST_TILES], MOST_TILES
-        )
+        operands, sizes = [q, keys, values, lengths, positions], [B, T, *sizes, MOST_TILES]
+        (y,) = kernels.call("attention_scan", operands, [result], sizes, MOST_TILES)
         return y
     units = B * G * -(-H // G // FEW)
     splits = parts(units, C)

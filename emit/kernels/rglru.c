@@ -17,8 +17,8 @@ INLINE vf lru_expm1(vf x) {
 }
 
 // x, branch [B, T, W], r and i the gates without bias and sigmoid, as their biases [W]; rate [W];
-// lengths, positions i32[B]; state [B, W] -> y [B, T, W], zeros beyond a row's length, and new like
-// state; `per` channels a tile.
+// lengths, positions i32[B]; state [B, W] -> y [B, T, W] and new like state, which stays as it is
+// beyond a row's length; `per` channels a tile.
 EXPORT scanwright_rglru(const float *x, const float *branch, const float *r, const float *r_bias,
                         const float *i, const float *i_bias, const float *rate,
                         const int32_t *lengths, const int32_t *positions, const float *state,
@@ -45,7 +45,10 @@ EXPORT scanwright_rglru(const float *x, const float *branch, const float *r, con
         store_upto(y + at, h * load_upto(branch + at, left), left);
       }
       store_upto(new + b * W + c, h, left);
-      for (size_t t = tokens; t < T; t++) store_upto(y + (b * T + t) * W + c, zero(), left);
+      for (size_t t = tokens; t < T; t++) {
+        const size_t at = (b * T + t) * W + c;
+        store_upto(y + at, h * load_upto(branch + at, left), left);
+      }
     }
   }
 }

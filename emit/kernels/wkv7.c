@@ -17,6 +17,7 @@ typedef struct {
   const float *k_k, *k_a, *r_k, *weight, *bias;  // of the head
   float *y;
   size_t tokens, D, stride;                    // valid ones; numbers from a token to the next
+  int still;                                   // the only token is padding: the state stays
 } wkv_head;
 
 static void wkv_prepare(wkv_token *of, const wkv_head *head, size_t t) {
@@ -29,6 +30,10 @@ static void wkv_prepare(wkv_token *of, const wkv_head *head, size_t t) {
   }
   const float square = dot(of->a, of->a, head->D);
   const float scale = 1.0f / __builtin_sqrtf(square < 1e-24f ? 1e-24f : square);
+  for (size_t i = 0; i < head->D && head->still; i++) {
+    of->w[i] = 1.0f;
+    of->k[i] = of->a[i] = 0.0f;
+  }
   for (size_t i = 0; i < head->D; i++) {
     const float kappa = of->a[i] * scale;
     of->a[i] = -kappa;
@@ -135,7 +140,7 @@ static void wkv_norm(const wkv_head *head, size_t t, float eps) {
 }
 
 // r, w (the decay itself), k, v, a and g [B, T, H D]; k_k … bias [H D]; lengths i32[B]; state
-// [B, H, D, D] -> y [B, T, H D], zeros beyond a row's length, and new like state; `per` heads a tile,
+// [B, H, D, D] -> y [B, T, H D], zeros beyond a row's length where T > 1, and new like state; `per` heads a tile,
 // eps as bits of a float.
 EXPORT scanwright_wkv7(const float *r, const float *w, const float *k, const float *v,
                        const float *a, const float *g, const float *k_k, const float *k_a,
@@ -146,18 +151,17 @@ EXPORT scanwright_wkv7(const float *r, const float *w, const float *k, const flo
   const size_t to = (tile + 1) * per < B * H ? (tile + 1) * per : B * H;
   for (size_t unit = tile * per; unit < to; unit++) {
     const size_t b = unit / H, h = unit % H * D, at = b * T * H * D + h;
-    const size_t given = lengths[b] > 0 ? (size_t)lengths[b] : 0, tokens = given < T ? given : T;
+    const size_t given = lengths[b] > 0 ? (size_t)lengths[b] : 0;
+    const size_t tokens = T == 1 || given > T ? T : given;
     const wkv_head head = {r + at,   w + at,   k + at,   v + at,     a + at,   g + at, k_k + h,
-                           k_a + h,  r_k + h,  weight + h, bias + h, y + at, tokens, D, H * D};
+                           k_a + h,  r_k + h,  weight + h, bias + h, y + at, tokens, D, H * D,
+                           given == 0};
     const float *from = state + unit * D * D;
     size_t row = 0;
-    if (tokens == 0)
-      for (size_t i = 0; i < D * D; i++) new[unit * D * D + i] = from[i];
-    else {
-      for (; row + WKV_VECTORS * LANES <= D; row += WKV_VECTORS * LANES)
-        wkv_rows(&head, from, new + unit * D * D, row, WKV_VECTORS);
-      for (; row < D; row += LANES) wkv_rows(&head, from, new + unit * D * D, row, 1);
-    }
+    for (; tokens && row + WKV_VECTORS * LANES <= D; row += WKV_VECTORS * LANES)
+      wkv_rows(&head, from, new + unit * D * D, row, WKV_VECTORS);
+    for (; tokens && row < D; row += LANES) wkv_rows(&head, from, new + unit * D * D, row, 1);
+    for (size_t i = 0; given == 0 && i < D * D; i++) new[unit * D * D + i] = from[i];
     for (size_t t = 0; t < T; t++)
       if (t < tokens) wkv_norm(&head, t, small.f);
       else
