@@ -16,7 +16,7 @@ import signal
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -112,14 +112,11 @@ class Ours:
 
     def facts(self) -> dict[str, Any]:
         """Bytes of a step, and what the bundle says of itself."""
-        from runtime import bench
-
         manifest = self._manifests[1]
         fixed = sum(state.nbytes for state in manifest.state if state.kind == "fixed")
         kept = manifest.state_bytes_per_slot - fixed
-        experts = inactive(manifest.params, self._config)
         return {
-            "weights": bench.weight_bytes_per_step(manifest) - experts,
+            "weights": read_bytes(manifest.params, self._config),
             "file": sum(spec.nbytes for spec in manifest.params),
             "state": 2 * fixed + kept * PREFIX // (manifest.shape.context or 1),
             "numerics": manifest.numerics.weights,
@@ -127,11 +124,21 @@ class Ours:
         }
 
 
-def inactive(params: Iterable[Any], config: dict[str, Any]) -> int:
-    """Bytes of the experts that a token is not given to."""
+def read_bytes(params: Sequence[Any], config: dict[str, Any]) -> int:
+    """Bytes of parameters that a step of one row reads: of the experts those it is given to, of
+    embeddings that are not the output layer's too one row; codes with their scales."""
     count, active = config.get("num_experts", 0), config.get("num_experts_per_tok", 0)
-    stacked = [p.nbytes for p in params if ".experts." in p.name and p.shape[0] == count]
-    return sum(stacked) * (count - active) // count if count else 0
+    vocabulary = config["vocab_size"]
+    output = any("head" in p.name for p in params if p.shape[0] == vocabulary)
+    total = 0
+    for p in params:
+        if count and ".experts." in p.name and p.shape[0] == count:
+            total += p.nbytes * active // count
+        elif output and "emb" in p.name and p.shape[0] == vocabulary:
+            total += p.nbytes // vocabulary
+        else:
+            total += p.nbytes
+    return total
 
 
 class Llama:

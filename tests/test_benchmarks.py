@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 from xml.etree import ElementTree
 
 import numpy as np
@@ -336,14 +337,23 @@ def test_matrices_of_layers_are_counted(tmp_path):
     assert script("peer_models.py").multiplied(tmp_path) == 20
 
 
-def test_experts_that_are_not_chosen_are_not_read():
-    inactive = script("peer_sides.py").inactive
-    params = [
-        mf.ParamSpec("mlp.experts.up.weight.codes", "i8", (8, 4, 2), 0.0, 1.0),
-        mf.ParamSpec("mlp.experts.up.weight.scales", "bf16", (8, 4, 1), 0.0, 1.0),
-        mf.ParamSpec("mlp.shared_expert.up.weight", "bf16", (8, 4), 0.0, 1.0),
-        mf.ParamSpec("mlp.gate.weight", "f32", (8, 4), 0.0, 1.0),
-    ]
-    config = {"num_experts": 8, "num_experts_per_tok": 2}
-    assert inactive(params, config) == 6 * (8 + 8)
-    assert inactive(params, {}) == 0
+def test_a_step_reads_chosen_experts_and_one_row_of_untied_embeddings():
+    read_bytes = script("peer_sides.py").read_bytes
+
+    def params(*named: tuple[str, Any, tuple[int, ...]]) -> list[mf.ParamSpec]:
+        return [mf.ParamSpec(name, dtype, shape, 0.0, 1.0) for name, dtype, shape in named]
+
+    experts = params(
+        ("mlp.experts.up.weight.codes", "i8", (8, 4, 2)),
+        ("mlp.experts.up.weight.scales", "bf16", (8, 4, 1)),
+        ("mlp.shared_expert.up.weight", "bf16", (8, 4)),
+        ("mlp.gate.weight", "f32", (8, 4)),
+    )
+    config = {"num_experts": 8, "num_experts_per_tok": 2, "vocab_size": 100}
+    assert read_bytes(experts, config) == 2 * (8 + 8) + 64 + 128
+    table = params(
+        ("embed.weight.codes", "i8", (100, 64)), ("embed.weight.scales", "bf16", (100, 1))
+    )
+    head = params(("lm_head.weight", "bf16", (100, 64)))
+    assert read_bytes(table, {"vocab_size": 100}) == 6400 + 200  # tied
+    assert read_bytes([*table, *head], {"vocab_size": 100}) == 64 + 2 + 12800
