@@ -96,10 +96,10 @@ Weight = Array | Quantized
 def product(x: Array, weight: Quantized) -> Array:
     """`x @ weight.T`: x f32[M, K], weight [O, K] -> f32[M, O].
 
-    Few rows are multiplied and summed, groups first: compiled, that is one operation that reads the
-    codes. (All in one sum wants more shared memory on vulkan than there is.) For many rows the
-    numbers of this one matrix are written out before the product; as one operation they were slower
-    by orders on vulkan.
+    Few rows are multiplied and summed, one by one and groups first: compiled, each is one operation
+    that reads the codes. (All in one sum wants more shared memory on vulkan than there is, and all
+    rows at once are unrolled there for minutes.) For many rows the numbers of this one matrix are
+    written out before the product.
     """
     if x.shape[0] > FEW:
         return jax.lax.dot_general(
@@ -110,5 +110,6 @@ def product(x: Array, weight: Quantized) -> Array:
             preferred_element_type=jnp.float32,
         )
     numbers = weight.numbers()
-    terms = x.reshape(len(x), 1, *numbers.shape[1:]) * numbers[None]
-    return jnp.sum(jnp.sum(terms, axis=(-2, -1)), axis=-1)
+    rows = x.reshape(-1, *numbers.shape[1:])
+    sums = [jnp.sum(jnp.sum(row * numbers, axis=(-2, -1)), axis=-1) for row in rows]
+    return jnp.stack(sums)
