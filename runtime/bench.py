@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import sys
 import time
@@ -112,11 +113,15 @@ def weight_bytes_per_step(manifest: mf.Manifest) -> int:
     """
     vocab, slots = manifest.model.vocab_size, manifest.shape.slots
     total = sum(spec.nbytes for spec in manifest.params)
-    tables = [spec for spec in manifest.params if len(spec.shape) == 2 and vocab in spec.shape]
-    lookups = [spec for spec in tables if "emb" in spec.name and spec.shape[0] == vocab]
+    tables: dict[str, int] = {}  # a matrix as codes is more than one parameter
+    for spec in manifest.params:
+        if len(spec.shape) == 2 and spec.shape[0] == vocab:
+            name = re.sub(r"\.(codes|scales|offsets)$", "", spec.name)
+            tables[name] = tables.get(name, 0) + spec.nbytes
+    lookups = [name for name in tables if "emb" in name]
     if len(tables) < 2 or not lookups:
         return total
-    table = lookups[0].nbytes
+    table = tables[lookups[0]]
     return total - table + min(slots, vocab) * table // vocab
 
 

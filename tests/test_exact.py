@@ -61,6 +61,12 @@ def test_handed_checkpoint_generates_the_reference(handed: Opened) -> None:
     check_references(handed, references.recorded(f"{handed.family}/handed")[1])
 
 
+def test_no_entry_with_kernels_failed_its_proof(handed: Opened) -> None:
+    """One that did would have been compiled without, and been right all the same."""
+    kernels, functions = handed.manifest.target.kernels, set(handed.manifest.functions)
+    assert kernels is None or set(kernels.functions) == functions - {"seed", "extract"}
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_case_generates_the_reference(name: str) -> None:
     made, rows = references.recorded(name)
