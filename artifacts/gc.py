@@ -17,6 +17,7 @@ from artifacts.records import Record, is_digest
 from artifacts.store import Store
 from runtime.errors import UserError
 
+OF_FILES = ("gguf-config", "weight-type", "storage")  # stages whose results others hold in words
 ABANDONED_NS = 7 * 24 * 3600 * 10**9  # since a killed build was not gone on with
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE | re.ASCII)
@@ -173,7 +174,7 @@ def _records(store: Store) -> list[_Entry]:
             digests = {key, *(b.sha256 for b in record.outputs.values())} if record else set()
             if record and record.stage == "proof":  # goes and stays with the module it is of
                 digests.add(str(record.fields.get("compile")))
-            if record and record.stage == "weight-type":  # with what the same files became
+            if record and record.stage in OF_FILES:  # with what the same files became
                 digests.update(_DIGEST.findall(json.dumps(record.fields.get("files"))))
             inputs = _DIGEST.findall(json.dumps(record.fields)) if record else ()
             last_use = info.st_mtime_ns if record else 0

@@ -15,6 +15,7 @@ from artifacts.stages import Stages
 from artifacts.tools import versions
 
 FOLDER = ROOT / "emit" / "kernels"
+SUFFIXES = (".c", ".h", ".inc")
 # The widest level first, with the /proc/cpuinfo names of what its code uses.
 LEVELS: dict[str, tuple[str, frozenset[str]]] = {
     "x86-64-v4": (
@@ -39,7 +40,7 @@ def level(cpu: Cpu) -> str | None:
 def objects(stages: Stages, name: str) -> Blob:
     """The object of all kernels for the level `name`."""
     digest = hashlib.sha256()
-    for path in sorted([*FOLDER.glob("*.c"), *FOLDER.glob("*.h")]):
+    for path in sorted(path for path in FOLDER.iterdir() if path.suffix in SUFFIXES):
         digest.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     fields = {
         "level": name,

@@ -19,11 +19,13 @@ if TYPE_CHECKING:
     from artifacts.stages import Stages
 
 LENGTH = 64  # tokens of a row, where the context has room for them; as in runtime.perplexity
+MOST_BYTES = 8 << 30  # of the checkpoint's files: its numbers are written out, and read 63 times
 TEXT = ROOT / "runtime" / "perplexity.txt"
 
 
 def source_perplexity(stages: Stages) -> Blob | None:
-    """`perplexity.json`, that part of reference.json; None for a bundle of float weights.
+    """`perplexity.json`, that part of reference.json; None for a bundle of float weights, for a
+    context of one token, and where the source would take more than MOST_BYTES to be read.
 
     It depends on the checkpoint alone, so shapes, targets and integer types share it.
     """
@@ -31,6 +33,8 @@ def source_perplexity(stages: Stages) -> Blob | None:
     if stages.storage is None or checkpoint is None:
         return None
     length = min(LENGTH, stages.interface["context"] or LENGTH)
+    if length < 2 or sum(checkpoint.files[n][1] for n in stages.weight_files()) > MOST_BYTES:
+        return None
     names = [name for name in TOKENIZER_FILES if name in checkpoint.files]
     fields = {
         "files": stages.weight_files(),

@@ -183,7 +183,9 @@ class Stages:
         if not self.job.params or self.checkpoint is None:
             raw = json.loads(self.config)
             names = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
-            return self.job.weights(names.get(str(raw.get("dtype", raw.get("torch_dtype")))))
+            # Of a config without a type it is float32, as in transformers.
+            word = names.get(str(raw.get("dtype", raw.get("torch_dtype"))), "f32")
+            return self.job.weights(word)
         known = self.job.weights(None)
         if known != "auto":
             return known
@@ -214,6 +216,7 @@ class Stages:
             "files": self.weight_files(),
             "weights": self.weights,
             "words": self._words,
+            "own": self.job.weights(None) == "auto",
             "source": self.sources("emit.__main__", "emit.storage"),
             "tools": versions(self.readers()),
         }
@@ -222,6 +225,7 @@ class Stages:
             assert self.checkpoint is not None
             out = scratch / "out"
             arguments = ["storage", self.checkpoint.place, "--weights", self.weights]
+            arguments += ["--own"] if fields["own"] else []
             process.run_module("emit", [*arguments, "--words", self._words, "--out", out], scratch)
             return {"storage": out / "storage.json"}
 

@@ -73,7 +73,8 @@ def _storage_of(args: argparse.Namespace) -> None:
         weight_map = Model.of(checkpoint.config).weight_map
         source = dequantized(checkpoint, checkpoint.config)
         chosen = resolve(weight_map, source)
-        found = plan(weight_map, args.weights, source, chosen, args.words.split(","))
+        words = args.words.split(",")
+        found = plan(weight_map, args.weights, source, chosen, words, args.own)
     (args.out / "storage.json").write_text(found.to_json(), encoding="utf-8")
 
 
@@ -213,6 +214,7 @@ def _parser() -> argparse.ArgumentParser:
     kind.set_defaults(run=_type)
     storage = commands.add_parser("storage", help="checkpoint → storage.json, how each is stored")
     storage.add_argument("checkpoint", type=Path)
+    storage.add_argument("--own", action="store_true", help="round nothing that is in floats")
     storage.set_defaults(run=_storage_of)
     graphs = commands.add_parser("graphs", help="config and shape → <entry>.mlir, interface.json")
     graphs.add_argument("--generation-config", type=Path, help="generation_config.json, for eos")

@@ -138,10 +138,12 @@ def plan(
     source: Source | None = None,
     chosen: Mapping[str, Form] | None = None,
     words: Sequence[str] = FLOATS,
+    own: bool = False,
 ) -> Storage:
     """How the parameters are stored: of the checkpoint `source`, each in its `chosen` form, or of
     the shapes alone. `words` are the float types that the target stores; f32 takes the place of
-    others. Raises EmitError for a weight type that is none.
+    others. With `own`, nothing is rounded that the checkpoint has in floats. Raises EmitError for a
+    weight type that is none.
     """
     if weights in FLOATS:
         return Storage(weights, {p.name: weights for p in weight_map.params if p.matrix})
@@ -151,16 +153,18 @@ def plan(
     for param in weight_map.params:
         if not param.matrix:
             continue
-        form = None if chosen is None else chosen[param.name]
-        carried = None if form is None or source is None else carriable(form, source)
-        scale = "bf16" if "bf16" in words else "f32"
+        carried, floats, stays = None, KEPT, False
+        if source is not None and chosen is not None:
+            form = chosen[param.name]
+            carried, floats = carriable(form, source), own_word(form, source)
+            stays = own and not any(coded_parts(form, source))
         if carried is not None:
             kept = carried.scale if carried.scale in words else "f32"
             how[param.name] = dataclasses.replace(carried, scale=kept)
-        elif param.use == "kept":
-            word = KEPT if form is None or source is None else own_word(form, source)
-            how[param.name] = word if word in words else "f32"
+        elif param.use == "kept" or stays:
+            how[param.name] = floats if floats in words else "f32"
         else:
+            scale = "bf16" if "bf16" in words else "f32"
             how[param.name] = default(weights, param.use, param.shape[-1], scale)
     return Storage(weights, how)
 
@@ -189,7 +193,7 @@ def own_type(weight_map: WeightMap, source: Source, chosen: Mapping[str, Form]) 
     """The weight type that the checkpoint itself has: that of the floats all matrices share, int4
     or int8 where most of the numbers are codes that a bundle can hold, else f32.
     """
-    numbers = dict.fromkeys((*FLOATS, *INTEGERS), 0)
+    numbers = dict.fromkeys(TYPES, 0)
     matrices = [param for param in weight_map.params if param.matrix]
     for param in matrices:
         form = chosen[param.name]
@@ -199,5 +203,6 @@ def own_type(weight_map: WeightMap, source: Source, chosen: Mapping[str, Form]) 
     found = [word for word, count in numbers.items() if count]
     if len(found) == 1:
         return found[0]
+    codes = sum(numbers[word] for word in INTEGERS)
     most = max(INTEGERS, key=lambda word: numbers[word])
-    return most if 2 * numbers[most] > sum(numbers.values()) else "f32"
+    return most if 2 * codes > sum(numbers.values()) else "f32"

@@ -51,6 +51,11 @@ def seeded(vocab_size: int, length: int) -> list[list[int]]:
     return windows((raw % np.uint64(vocab_size)).tolist(), length)
 
 
+def is_random(rows: Rows, vocab_size: int) -> bool:
+    """Whether `rows` are the seeded ones."""
+    return [list(row) for row in rows] == seeded(vocab_size, max(map(len, rows), default=0))
+
+
 def rows_of(directory: Path, vocab_size: int, length: int) -> list[list[int]]:
     """The text by the tokenizer whose files are all there is in `directory`, or seeded rows."""
     from runtime.verify import sha256
@@ -108,13 +113,13 @@ def _together(session: Session, rows: Rows) -> list[float]:
     return found
 
 
-def told(own: float, source: float | None, count: int) -> str:
+def told(own: float, source: float | None, count: int, random: bool = False) -> str:
     """What `verify` says of a loss, and of the source's where it is known, over `count` tokens."""
     beside = ""
     if source is not None:
         change = 100 * math.expm1(min(own - source, 700.0))
         beside = f", of the source {math.exp(min(source, 700.0)):.3f} ({change:+.2f} %)"
-    return f"{math.exp(min(own, 700.0)):.3f}{beside}, {count} tokens"
+    return f"{math.exp(min(own, 700.0)):.3f}{beside}, {count} {'random ' * random}tokens"
 
 
 def main(argv: list[str] | None = None) -> int:

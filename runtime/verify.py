@@ -233,13 +233,16 @@ def check_perplexity(
     size, context = manifest.model.vocab_size, manifest.shape.context
     if any(not 0 <= token < size for row in rows for token in row):
         return Row("perplexity", False, "a reference id outside the vocabulary")
-    if context is not None and max(map(len, rows)) > context:
+    if context is not None and max(map(len, rows), default=0) > context:
         return Row("perplexity", False, f"a row of more tokens than the context of {context}")
+    if not rows:
+        return Row("perplexity", True, "none: a context of one token")
     own = perplexity.loss(session, rows)
     count = sum(len(row) - 1 for row in rows)
     if not math.isfinite(own):
         return Row("perplexity", False, f"a logit of {count} tokens is not a number")
-    return Row("perplexity", True, perplexity.told(own, source, count))
+    random = perplexity.is_random(rows, size)
+    return Row("perplexity", True, perplexity.told(own, source, count, random))
 
 
 def _largest(errors: Iterable[float]) -> float:

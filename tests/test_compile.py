@@ -27,10 +27,11 @@ from artifacts.compile import compile_module, dump_ptx, run_compiler
 from artifacts.cpu import Cpu, host_cpu, host_features, host_has, resolve_cpu
 from artifacts.link import link
 from recipes.resolve import every_target, resolve_target
-from recipes.schema import WEIGHT_TYPES, TargetRecipe
+from recipes.schema import TargetRecipe
 from runtime.errors import UserError
 from runtime.vmfb import bytecode_version, with_version
 
+FLOATS = ("f32", "f16", "bf16")  # types of the small graphs here
 ENTRIES = {"prefill_8": 8, "decode": 1}
 X86 = "x86_64-unknown-linux-gnu"
 ON_X86 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="an x86-64 host's features")
@@ -47,7 +48,7 @@ def entries(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[tuple[st
     """Weight type -> (entry name, text file) pairs."""
     home = tmp_path_factory.mktemp("mlir")
     made: dict[str, list[tuple[str, Path]]] = {}
-    for weights in WEIGHT_TYPES:
+    for weights in FLOATS:
         made[weights] = []
         for name, length in ENTRIES.items():
             path = home / f"{name}.{weights}.mlir"
@@ -82,13 +83,13 @@ def run(vmfb: Path, uri: str, weights: str, name: str, *inputs: np.ndarray) -> l
 
 
 SLOW = pytest.mark.slow
-ALL_TYPES = [pytest.param(kind, marks=() if kind == "bf16" else SLOW) for kind in WEIGHT_TYPES]
+ALL_TYPES = [pytest.param(kind, marks=() if kind == "bf16" else SLOW) for kind in FLOATS]
 
 
 @pytest.mark.parametrize(
     ("flag_list", "weights"),
     [
-        *(("flags", kind) for kind in WEIGHT_TYPES),
+        *(("flags", kind) for kind in FLOATS),
         *(("safe-1", "bf16"), ("safe-2", "bf16")),
         *(pytest.param(f"safe-{n}", kind, marks=SLOW) for n in (1, 2) for kind in ("f32", "f16")),
     ],

@@ -11,6 +11,7 @@ import pytest
 
 from emit import kernels as used_kernels
 from emit.kernels.linear import FLOATS, MOST_TILES, outputs_per_tile
+from emit.kernels.splice import _numbers, splice
 from emit.ops import nn
 
 DTYPES = {"f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
@@ -82,3 +83,17 @@ def test_the_op_calls_the_kernel_only_where_kernels_are_used() -> None:
     assert "scanwright.linear_bf16" in text(True)
     assert "custom_call" not in text(False)
     assert {f"linear_{word}" for word in FLOATS.values()} <= set(kernels.names())
+
+
+def test_sizes_that_are_all_the_same_are_all_there() -> None:
+    """Text has one number for such."""
+    assert _numbers("dense<64> : tensor<4xi64>") == (64, 64, 64, 64)
+    assert _numbers("dense<[1, -2, 3]> : tensor<3xi64>") == (1, -2, 3)
+
+    def product(x: jax.Array, w: jax.Array) -> jax.Array:
+        with used_kernels.used():
+            return nn.linear(x, w)
+
+    text = jax.jit(product).lower(jnp.ones((1, 64, 64)), jnp.ones((64, 64))).as_text()
+    assert "dense<64> : tensor<4xi64>" in text
+    assert splice(text, "entry").count("arith.constant 64 : index") == 4

@@ -175,6 +175,13 @@ def no_skip_for_head_5(honest: Callable[..., Any], *args: Any) -> Any:
     return honest(x, dt, A, Bm, Cm, D.at[5].set(0.0), *rest)
 
 
+def no_skip_for_head_5_of(entries: set[str], honest: Callable[..., Any], *args: Any) -> Any:
+    x, dt, Bm, Cm, heads, *rest = args
+    if ("decode" if getattr(x, "whole", x).shape[1] == 1 else "prefill_8") in entries:
+        heads = replace(heads, D=heads.D.at[5].set(0.0))
+    return honest(x, dt, Bm, Cm, heads, *rest)
+
+
 def groups_swapped(honest: Callable[..., Any], *args: Any) -> Any:
     x, dt, A, Bm, Cm, *rest = args
     return honest(x, dt, A, Bm, Cm[:, :, ::-1], *rest)
@@ -347,8 +354,7 @@ def test_an_entry_whose_kernels_are_wrong_goes_without_them(
     wrong: set[str],
 ) -> None:
     """And only that entry; the manifest lists the others."""
-    for op in ("step", "scan")[: len(wrong)]:
-        monkeypatch.setattr(ssd, op, partial(no_skip_for_head_5, getattr(ssd, op)))
+    monkeypatch.setattr(ssd, "mix", partial(no_skip_for_head_5_of, wrong, ssd.mix))
     stages = honest_stages(place, kernels=True)
     assert plant(stages, tmp_path / "planted") == wrong
     done = proof.compile_and_prove(stages, partial(bundle._write, stages))

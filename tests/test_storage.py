@@ -174,6 +174,20 @@ def test_own_codes_are_kept(bits: int, group: int, tmp_path: Path) -> None:
         assert rounded == (INT4 if kind == "int4" else INT8)
 
 
+def test_what_a_quantised_checkpoint_has_in_floats_stays_under_its_own_type(tmp_path: Path) -> None:
+    checkpoint = quantised.plain(tmp_path / "checkpoint")
+    said = {"group_size": 32, "bits": 4, "mode": "affine"}
+    quantised.quantise(checkpoint, said, mlx.affine(32, 4))
+    mlx.settings(checkpoint, said | {quantised.KEPT: False})
+    opened = open_checkpoint(checkpoint)
+    weight_map, source = Model.of(opened.config).weight_map, dequantized(opened, opened.config)
+    chosen = resolve(weight_map, source)
+    found = plan(weight_map, "int4", source, chosen, own=True).how
+    coded = {f"{module}.weight".replace("backbone.", "") for module in quantised.MODULES}
+    assert {name for name, how in found.items() if isinstance(how, Layout)} == coded
+    assert {how for how in found.values() if isinstance(how, str)} == {"f32"}
+
+
 def test_a_quantised_checkpoint_has_its_own_type(tmp_path: Path) -> None:
     """int4 or int8 where most numbers are such codes; of other codes float32."""
     for bits, want in ((4, "int4"), (8, "int8"), (2, "int4")):

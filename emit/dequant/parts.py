@@ -145,7 +145,7 @@ def grouped(
         return split(*arrays).packed(layout)
 
     inputs = shape[-1]
-    if not storable or inputs == 0 or inputs * layout.bits % 8:
+    if not storable or inputs == 0 or inputs * layout.bits % 8 or layout.group * layout.bits % 8:
         return Coded(shape, parts, widen, per=per)
     return Coded(shape, parts, widen, layout, pack, per)
 

@@ -116,6 +116,7 @@ EXPORT scanwright_selective_scan(const float *x, const float *raw, const float *
           scan_tokens(&in, t, h, rates, of_bias, skip, y + c, I, now, length, count, n == 0, last,
                       (int)gated, maps);
       }
+      if (!length) scan_turned(state + at, h, N, maps, count);  // whatever the token holds
       scan_turned_back(h, new_state + at, N, maps, count);
     }
     for (size_t t = steps; t < T; t++) store_upto(y + t * I + c, zero(), count);

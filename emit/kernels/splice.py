@@ -86,6 +86,14 @@ class _Export:
         ]
 
 
+def _numbers(dense: str) -> tuple[int, ...]:
+    """Those of `dense<…> : tensor<Nxi64>`, which is one number where all are the same."""
+    words, _, kind = dense.partition(">")
+    found = tuple(int(word) for word in re.findall(r"-?\d+", words))
+    count = int(re.findall(r"tensor<(\d+)xi64>", kind)[0])
+    return found * (count // len(found))
+
+
 def splice(text: str, entry: str) -> str:
     """`text`, a module of one entry, with its calls of kernels as dispatches."""
     exports: dict[_Export, str] = {}
@@ -99,7 +107,7 @@ def splice(text: str, entry: str) -> str:
             match["name"],
             tuple(_TENSOR.findall(operands)),
             tuple(_TENSOR.findall(results)),
-            tuple(int(word) for word in re.findall(r"-?\d+", match["sizes"].split(">")[0])),
+            _numbers(match["sizes"]),
             int(match["tiles"]),
         )
         symbol = exports.setdefault(export, f"{entry}_kernel_{len(exports)}")

@@ -74,7 +74,7 @@ static void ssd_step_rows(const ssd_inputs *in, const float *old, float *new, fl
   const float decay = active ? one_exp(dt * ssd_rate(in, head)) : 1.0f;
   float inputs[STATE_ROWS], y[STATE_ROWS];
   for (size_t i = 0; i < rows; i++) inputs[i] = active ? dt * x[i] : 0.0f;
-  const int past = streams(new, N);
+  const int past = active && streams(new, N);
   size_t i = 0;
   for (; i + 4 <= rows; i += 4)
     if (past)
@@ -83,6 +83,8 @@ static void ssd_step_rows(const ssd_inputs *in, const float *old, float *new, fl
       ssd_rows(old + i * N, new + i * N, maps_in, maps_out, inputs + i, decay, y + i, N, 0, 4);
   for (; i < rows; i++)
     ssd_rows(old + i * N, new + i * N, maps_in, maps_out, inputs + i, decay, y + i, N, 0, 1);
+  if (!active)  // as it was, whatever the maps hold
+    for (size_t n = 0; n < rows * N; n++) new[n] = old[n];
   const float *z = in->gated ? in->z + b * in->z_width + at : 0;
   ssd_outputs(y, x, z, in->D[head], out, rows);
 }
@@ -260,9 +262,11 @@ static void ssd_chunk_rows(const ssd_inputs *in, const ssd_chunk *c, float *h, f
       float edge[ROWS_OF_X * BLOCK_O] __attribute__((aligned(64)));
       const size_t rows = columns - o < ROWS_OF_X ? columns - o : ROWS_OF_X;
       for (size_t r = 0; r < rows; r++)
-        for (size_t v = 0; v < BLOCK_O && v < maps; v += LANES)
-          store(edge + r * BLOCK_O + v,
-                load_upto(h + (o + r) * N + n + v, maps - v) * splat(c->total));
+        for (size_t v = 0; v < BLOCK_O; v += LANES) {
+          vf old = zero();
+          if (v < maps) old = load_upto(h + (o + r) * N + n + v, maps - v) * splat(c->total);
+          store(edge + r * BLOCK_O + v, old);
+        }
       multiply_all(weighted + o * CHUNK, wide, edge, rows, CHUNK, c->count, BLOCK_O, 0);
       for (size_t r = 0; r < rows; r++)
         for (size_t v = 0; v < maps; v += LANES)

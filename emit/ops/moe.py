@@ -134,8 +134,11 @@ def _step_by_kernels(
         return kernels.experts(hidden, experts.down, pairs)
 
     if every:
-        y, by = ffn(x.reshape(1, B, -1)), _table(index[:, 0], weight[:, 0], E)[1]
-        return None if y is None else jnp.sum(y * by.T[..., None], axis=0)[:, None]
+        y, (hit, by) = ffn(x.reshape(1, B, -1)), _table(index[:, 0], weight[:, 0], E)
+        if y is None:
+            return None
+        own = jnp.where(hit.T[..., None] > 0, y * by.T[..., None], 0.0)
+        return jnp.sum(own, axis=0)[:, None]
     y = ffn(x)
     if y is None:
         return None

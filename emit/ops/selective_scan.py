@@ -66,8 +66,10 @@ def mix(
     valid = nn.iota(T)[None, :] < lengths[:, None]
     dt = jnp.where(valid[..., None], jax.nn.softplus(dt + channels.dt_bias), 0.0)
     inputs = (x, dt, -jnp.exp(channels.A_log), Bm, Cm, channels.D, state)
-    y, state = step(*inputs) if T == 1 else scan(*inputs, chunk)
-    return (y if gate is None else y * jax.nn.silu(kernels.array(gate))), state
+    y, new = step(*inputs) if T == 1 else scan(*inputs, chunk)
+    if T == 1:  # as it was, whatever the token holds
+        new = jnp.where((lengths > 0)[:, None, None], new, state)
+    return (y if gate is None else y * jax.nn.silu(kernels.array(gate))), new
 
 
 def step(

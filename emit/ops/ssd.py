@@ -78,9 +78,11 @@ def mix(
         heads.D,
         state,
     )
-    y, state = step(*inputs) if T == 1 else scan(*inputs, chunk)
+    y, new = step(*inputs) if T == 1 else scan(*inputs, chunk)
+    if T == 1:  # as it was, whatever the token holds
+        new = jnp.where((lengths > 0)[:, None, None, None], new, state)
     y = y.reshape(B, T, inner)
-    return (y if gate is None else y * jax.nn.silu(kernels.array(gate))), state
+    return (y if gate is None else y * jax.nn.silu(kernels.array(gate))), new
 
 
 def step(
