@@ -37,7 +37,9 @@ def operand(weight: Weight) -> Operand | None:
     if isinstance(weight, Quantized):
         return _codes(weight)
     word = FLOATS.get(str(weight.dtype))
-    return word and Operand(word, (weight,), (), weight.shape[-1] * weight.dtype.itemsize)
+    if word is None:
+        return None
+    return Operand(word, (weight,), (), weight.shape[-1] * weight.dtype.itemsize)
 
 
 def _codes(weight: Quantized) -> Operand | None:
