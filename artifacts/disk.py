@@ -14,7 +14,8 @@ from runtime.errors import UserError
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _CHUNK = 1 << 20
-_FULL_BELOW = 1 << 14  # bytes free on a disk that a failed program is taken to have filled
+# Bytes free on a disk that a failed program is taken to have filled; it may have removed its output.
+_FULL_BELOW = 2 << 20
 
 
 def is_full(error: OSError) -> bool:
