@@ -14,7 +14,7 @@ from runtime.errors import UserError
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _DENIED = {errno.EACCES, errno.EPERM, errno.EROFS}
 _CHUNK = 1 << 20
-# Bytes free on a disk that a failed program is taken to have filled; it may have removed its output.
+# Bytes free on a disk that a failed program is taken to have filled: it may have removed a file.
 _FULL_BELOW = 2 << 20
 
 
