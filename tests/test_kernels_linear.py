@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from emit import kernels as used_kernels
-from emit.kernels.linear import FLOATS, MOST_TILES, outputs_per_tile
+from emit.kernels.linear import FLOATS, TILES, tile_count
 from emit.kernels.splice import _numbers, splice
 from emit.ops import nn
 
@@ -39,10 +39,10 @@ def test_linear_is_the_float64_product(level: str, kind: str) -> None:
     for rows, inputs, outputs in cases:
         x = random.standard_normal((rows, inputs)).astype(np.float32)
         weight = (random.standard_normal((outputs, inputs)) * 3).astype(DTYPES[kind])
-        per = outputs_per_tile(rows, outputs, weight[0].nbytes)
+        tiles = tile_count(rows, outputs, weight[0].nbytes << 10)
         y = np.full((rows, outputs), np.nan, np.float32)
-        sizes = (rows, inputs, outputs, per)
-        got = kernels.run(level, f"linear_{kind}", [x, weight, y], sizes, -(-outputs // per))
+        sizes = (rows, inputs, outputs, tiles)
+        got = kernels.run(level, f"linear_{kind}", [x, weight, y], sizes, tiles)
         want, magnitude = product(x, weight)
         np.testing.assert_array_less(np.abs(got[2] - want), 1e-6 * magnitude + 1e-30)
         np.testing.assert_array_equal(got[0], x)
@@ -57,17 +57,17 @@ def test_a_row_of_a_batch_is_the_row_alone(rows: int) -> None:
     weight = random.standard_normal((70, 200)).astype(np.float32)
     y = np.zeros((rows, 70), np.float32)
     level = "x86-64-v3"
-    whole = kernels.run(level, "linear_f32", [x, weight, y], (rows, 200, 70, 70), 1)[2]
-    turned = kernels.run(level, "linear_f32", [x[::-1], weight, y], (rows, 200, 70, 70), 1)[2]
+    whole = kernels.run(level, "linear_f32", [x, weight, y], (rows, 200, 70, 1), 1)[2]
+    turned = kernels.run(level, "linear_f32", [x[::-1], weight, y], (rows, 200, 70, 1), 1)[2]
     np.testing.assert_array_equal(whole, turned[::-1])
 
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 256])
 @pytest.mark.parametrize("outputs", [1, 16, 100, 768, 3352, 50288, 256000])
-def test_tiles_cover_all_outputs(rows: int, outputs: int) -> None:
-    per = outputs_per_tile(rows, outputs, 1536)
-    tiles = -(-outputs // per)
-    assert 1 <= tiles <= MOST_TILES and (tiles - 1) * per < outputs <= tiles * per
+def test_a_tile_has_work_and_no_tile_twice_anothers(rows: int, outputs: int) -> None:
+    tiles, unit = tile_count(rows, outputs, 1536), 8 if rows < 9 else 64
+    assert tiles in TILES and tiles <= max(1, -(-outputs // unit))
+    assert rows > 8 or tiles == 1 or outputs * 1536 / tiles >= 32 << 10
 
 
 def test_the_op_calls_the_kernel_only_where_kernels_are_used() -> None:
@@ -94,6 +94,6 @@ def test_sizes_that_are_all_the_same_are_all_there() -> None:
         with used_kernels.used():
             return nn.linear(x, w)
 
-    text = jax.jit(product).lower(jnp.ones((1, 64, 64)), jnp.ones((64, 64))).as_text()
-    assert "dense<64> : tensor<4xi64>" in text
-    assert splice(text, "entry").count("arith.constant 64 : index") == 4
+    text = jax.jit(product).lower(jnp.ones((1, 1, 1)), jnp.ones((1, 1))).as_text()
+    assert "dense<1> : tensor<4xi64>" in text
+    assert splice(text, "entry").count("arith.constant 1 : index") == 4

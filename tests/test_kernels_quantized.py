@@ -33,8 +33,12 @@ def layout(words: str, group: int) -> Layout:
     return Layout(group=group, **said)
 
 
-# rows, inputs, outputs, group: groups of one block, of some, and of all inputs
-SHAPES = ((1, 96, 37, 32), (3, 128, 70, 64), (8, 64, 9, 64), (13, 160, 130, 160), (1, 64, 65, 32))
+# rows, inputs, outputs, group: groups of one block, of some, and of all inputs; and more
+# groups than a vector has numbers
+SHAPES = (
+    *((1, 96, 37, 32), (3, 128, 70, 64), (8, 64, 9, 64), (13, 160, 130, 160), (1, 64, 65, 32)),
+    *((1, 64 * 35, 19, 64), (1, 96 * 16, 8, 96), (1, 32 * 2050, 5, 32)),
+)
 
 
 def made(how: Layout, outputs: tuple[int, ...], inputs: int, seed: int) -> Packed:
@@ -79,10 +83,10 @@ def test_codes_are_multiplied_as_the_numbers_they_are(level: str, kind: str) -> 
         assert found is not None
         x = random.standard_normal((rows, inputs)).astype(np.float32)
         y = np.full((rows, outputs), np.nan, np.float32)
-        per = linear.outputs_per_tile(rows, outputs, 1 << 12)
+        tiles = linear.tile_count(rows, outputs, 1 << 15)
         arrays = [x, *map(np.asarray, found.arrays), y]
-        sizes = (rows, inputs, outputs, per, *found.sizes)
-        got = kernels.run(level, f"linear_{found.kind}", arrays, sizes, -(-outputs // per))
+        sizes = (rows, inputs, outputs, tiles, *found.sizes)
+        got = kernels.run(level, f"linear_{found.kind}", arrays, sizes, tiles)
         close(got[-1], x, packed.widen())
 
 
@@ -103,10 +107,9 @@ def test_experts_are_those_of_the_index(level: str, kind: str) -> None:
     for sources, rows in ((4, 1), (2, 1), (1, 3), (1, 11)):
         x = random.standard_normal((sources, rows, inputs)).astype(np.float32)
         y = np.full((len(index), rows, outputs), np.nan, np.float32)
-        per = linear.outputs_per_tile(rows, outputs, 1 << 12, 8)
-        tiles = -(-outputs // per)
+        tiles = linear.tile_count(rows, outputs, 1 << 15, 8)
         share = len(index) // sources
-        sizes = (rows, inputs, outputs, per, *found.sizes, share, tiles)
+        sizes = (rows, inputs, outputs, tiles, *found.sizes, share)
         arrays = [x, *map(np.asarray, found.arrays), index, y]
         name = f"experts_{found.kind}"
         got = kernels.run(level, name, arrays, sizes, tiles * len(index))[-1]

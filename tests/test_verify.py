@@ -164,7 +164,10 @@ def test_perplexity_of_float_weights_is_told_if_it_is_asked_for(hybrid, capsys):
     assert main(["verify", str(bundle), "--perplexity"]) == 0
     (line,) = [row for row in capsys.readouterr().out.splitlines() if "perplexity" in row]
     rows = seeded(toy.V, toy.CONTEXT if hybrid else 64)
-    assert line.endswith(f", {sum(len(row) - 1 for row in rows)} random tokens") and "source" not in line
+    assert (
+        line.endswith(f", {sum(len(row) - 1 for row in rows)} random tokens")
+        and "source" not in line
+    )
     assert 2 < float(line.split()[2].rstrip(",")) < 1e6
 
 

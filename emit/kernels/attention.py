@@ -7,7 +7,6 @@ import numpy as np
 from jax import Array
 
 from emit import kernels
-from emit.kernels.linear import MOST_TILES
 
 DEEPEST = 640  # numbers of a key: ATT_DEPTH in attention.c
 FEW = 8  # queries of a block of a decode: ATT_FEW
@@ -16,7 +15,7 @@ PART = 256  # places that are worth a tile of their own
 
 def parts(units: int, places: int) -> int:
     """Into how many parts the places of a step's `units` blocks are cut, each part a tile."""
-    return max(1, min(MOST_TILES // 2 // units, places // PART))
+    return max(1, min(kernels.MOST_TILES // 2 // units, places // PART))
 
 
 def read(
@@ -39,19 +38,19 @@ def read(
     operands, sizes = [q, keys, values, positions], [H, G, C, D, W, *floats]
     result = ((B, T, H, W), jnp.float32)
     if T > 1:
-        operands, sizes = [q, keys, values, lengths, positions], [B, T, *sizes, MOST_TILES]
-        (y,) = kernels.call("attention_scan", operands, [result], sizes, MOST_TILES)
+        operands, sizes = [q, keys, values, lengths, positions], [B, T, *sizes, kernels.MOST_TILES]
+        (y,) = kernels.call("attention_scan", operands, [result], sizes, kernels.MOST_TILES)
         return y
     units = B * G * -(-H // G // FEW)
     splits = parts(units, C)
-    tiles = min(MOST_TILES, units * splits)
+    tiles = min(kernels.MOST_TILES, units * splits)
     if splits == 1:
         (y,) = kernels.call("attention_step", operands, [result], [units, *sizes, tiles], tiles)
         return y
     made = [((B * H, splits, size), jnp.float32) for size in (W, 2)]
     sizes = [units * splits, *sizes, splits, tiles]
     y, stats = kernels.call("attention_part", operands, made, sizes, tiles)
-    per = -(-B * H // MOST_TILES)
+    per = kernels.per_tile(B * H)
     sizes, tiles = [B * H, splits, W, per], -(-B * H // per)
     (y,) = kernels.call("attention_join", [y, stats], [((B * H, W), jnp.float32)], sizes, tiles)
     return y.reshape(B, T, H, W)
@@ -76,6 +75,8 @@ def read_ring(
         return None
     floats = [int(np.float32(x).view(np.uint32)) for x in (scale, softcap or 0.0)]
     operands = [q, k, v, keys, values, lengths, positions]
-    sizes = [B, T, H, G, C, D, window, *floats, MOST_TILES]
-    (y,) = kernels.call("attention_ring", operands, [(q.shape, jnp.float32)], sizes, MOST_TILES)
+    sizes = [B, T, H, G, C, D, window, *floats, kernels.MOST_TILES]
+    (y,) = kernels.call(
+        "attention_ring", operands, [(q.shape, jnp.float32)], sizes, kernels.MOST_TILES
+    )
     return y

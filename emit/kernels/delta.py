@@ -9,7 +9,6 @@ import numpy as np
 from jax import Array
 
 from emit import kernels
-from emit.kernels.linear import MOST_TILES
 
 MOST_KEYS = 512  # DELTA_KEYS in delta.c
 
@@ -32,7 +31,7 @@ def mixer(
     H, K, V = state.shape[1:]
     if K > MOST_KEYS:
         return None
-    per = -(-B * H // MOST_TILES)
+    per = kernels.per_tile(B * H)
     bits = int(np.float32(eps).view(np.uint32))
     groups = (width - H * V) // (2 * K)
     sizes = [B, T, groups, H, K, V, g.shape[-1], int(gate == "silu"), bits, per]

@@ -5,17 +5,21 @@
 // widened and transposed into the stack, lanes along O, and multiplied with every row.
 #include "product.h"
 
-// acc[r][m] = sum of w[r] x[m] over all of K, for R weight rows and M rows of x.
+// acc[r][m] = sum of w[r] x[m] over all of K, for R weight rows and M rows of x. The R rows after
+// these are read next.
 #define FEW(NAME, TYPE)                                                                            \
   INLINE void few_##NAME(const float *x, const TYPE *w, float *y, size_t K, size_t O, const int R, \
                          const int M) {                                                            \
     vf acc[8][MOST_ROWS];                                                                          \
     for (int r = 0; r < R; r++)                                                                    \
       for (int m = 0; m < M; m++) acc[r][m] = zero();                                              \
-    const size_t whole = K / LANES * LANES;                                                        \
+    const size_t whole = K / LANES * LANES, next = R * K;                                          \
     for (size_t k = 0; k < whole; k += LANES) {                                                    \
       vf wide[8];                                                                                  \
-      for (int r = 0; r < R; r++) wide[r] = load_##NAME(w + r * K + k);                            \
+      for (int r = 0; r < R; r++) {                                                                \
+        soon(w + r * K + k + next);                                                                \
+        wide[r] = load_##NAME(w + r * K + k);                                                      \
+      }                                                                                            \
       for (int m = 0; m < M; m++) {                                                                \
         const vf of_x = load_f32(x + m * K + k);                                                   \
         for (int r = 0; r < R; r++) acc[r][m] += wide[r] * of_x;                                   \
@@ -92,7 +96,7 @@
     }                                                                                              \
   }
 
-// Tile number `tile`; each has `per` outputs, the last one fewer.
+// Tile number `tile` of `tiles`.
 //
 // scanwright_experts_<type> does so for N products: y[n] = x[n / share] w[index[n]]^T, where x and y
 // are N / share and N times M rows, w [E, O, K] and index i32[N]; `tiles` tiles each.
@@ -102,16 +106,15 @@
   MANY(NAME, TYPE)                                                                                 \
   ROWS(NAME, TYPE)                                                                                 \
   EXPORT scanwright_linear_##NAME(const float *x, const TYPE *w, float *y, size_t M, size_t K,     \
-                                  size_t O, size_t per, size_t tile) {                             \
-    const size_t from = tile * per;                                                                \
-    rows_##NAME(x, w, y, M, K, O, from, from + per < O ? from + per : O);                          \
+                                  size_t O, size_t tiles, size_t tile) {                           \
+    rows_##NAME(x, w, y, M, K, O, start_of(tile, tiles, M, O), start_of(tile + 1, tiles, M, O));   \
   }                                                                                                \
   EXPORT scanwright_experts_##NAME(const float *x, const TYPE *w, const int32_t *index, float *y,  \
-                                   size_t M, size_t K, size_t O, size_t per, size_t share,         \
-                                   size_t tiles, size_t tile) {                                    \
-    const size_t n = tile / tiles, from = tile % tiles * per;                                      \
-    rows_##NAME(x + n / share * M * K, w + (size_t)index[n] * O * K, y + n * M * O, M, K, O, from, \
-                from + per < O ? from + per : O);                                                  \
+                                   size_t M, size_t K, size_t O, size_t tiles, size_t share,       \
+                                   size_t tile) {                                                  \
+    const size_t n = tile / tiles;                                                                 \
+    scanwright_linear_##NAME(x + n / share * M * K, w + (size_t)index[n] * O * K, y + n * M * O, M, K,\
+                             O, tiles, tile % tiles);                                              \
   }
 
 LINEAR(f32, float)

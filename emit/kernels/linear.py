@@ -13,9 +13,11 @@ from emit.ops.quantized import Quantized, Weight
 
 FLOATS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 MOST_ROWS = 8  # as in product.h: up to so many rows, the weights are read in the order they lie
-MOST_TILES = 56  # fewer than 64: what a worker takes at once is then still a small part
+# A worker takes eight tiles at a time where all have so many, and else its part of them at once: of
+# these numbers, two to four workers get as many each, and most numbers of more.
+TILES = (96, 48, 32, 16, 8, 4, 2, 1)
 TILE_BYTES = 32 << 10  # of weights: some microseconds
-BLOCK = 64  # outputs of a block, BLOCK_O in product.h (16 without AVX-512)
+UNITS = (8, 64)  # of outputs, that a tile has a number of: for few and many rows, as in product.h
 CODES = 32  # a group of quantised inputs is a multiple of it
 
 
@@ -57,13 +59,12 @@ def _codes(weight: Quantized) -> Operand | None:
     return Operand(kind, arrays, (layout.group,), weight.codes.shape[-1])
 
 
-def outputs_per_tile(rows: int, outputs: int, row_bytes: int, most: int = MOST_TILES) -> int:
-    """How many of `outputs` a tile computes, so that there are `most` at most."""
-    if rows > MOST_ROWS:
-        blocks = -(-outputs // BLOCK)
-        return BLOCK * -(-blocks // most)
-    tiles = min(most, max(1, outputs * row_bytes // TILE_BYTES))
-    return 8 * -(-outputs // (8 * tiles))
+def tile_count(rows: int, outputs: int, row_bytes: int, most: int = TILES[0]) -> int:
+    """Into how many tiles, of `most`, a product is cut: each has work for some microseconds."""
+    if rows <= MOST_ROWS:
+        most = min(most, outputs * row_bytes // TILE_BYTES)
+    most = min(most, -(-outputs // UNITS[rows > MOST_ROWS]))
+    return next((tiles for tiles in TILES if tiles <= most), 1)
 
 
 def linear(x: Array, weight: Weight, bias: Array | None = None) -> Array | None:
@@ -72,13 +73,13 @@ def linear(x: Array, weight: Weight, bias: Array | None = None) -> Array | None:
     if found is None:
         return None
     rows, (outputs, inputs) = x.shape[0] * x.shape[1], weight.shape
-    per = outputs_per_tile(rows, outputs, found.bytes)
+    tiles = tile_count(rows, outputs, found.bytes)
     (y,) = kernels.call(
         f"linear_{found.kind}",
         [x.reshape(rows, inputs), *found.arrays],
         [((rows, outputs), jnp.float32)],
-        [rows, inputs, outputs, per, *found.sizes],
-        -(-outputs // per),
+        [rows, inputs, outputs, tiles, *found.sizes],
+        tiles,
     )
     y = y.reshape(*x.shape[:2], outputs)
     return y if bias is None else y + bias
@@ -93,13 +94,12 @@ def experts(x: Array, stack: Weight, index: Array) -> Array | None:
     if found is None:
         return None
     (count, rows, inputs), outputs, pairs = x.shape, stack.shape[1], index.shape[0]
-    per = outputs_per_tile(rows, outputs, found.bytes, max(1, MOST_TILES // pairs))
-    tiles = -(-outputs // per)
+    tiles = tile_count(rows, outputs, found.bytes, TILES[0] // pairs)
     (y,) = kernels.call(
         f"experts_{found.kind}",
         [x, *found.arrays, index],
         [((pairs, rows, outputs), jnp.float32)],
-        [rows, inputs, outputs, per, *found.sizes, pairs // count, tiles],
+        [rows, inputs, outputs, tiles, *found.sizes, pairs // count],
         pairs * tiles,
     )
     return y

@@ -19,16 +19,31 @@ enum { BLOCK = 32, HALF = BLOCK / 2 };
 #define TOGETHER_CODES(M) ((M) < 3 ? 4 : (M) < 7 ? 3 : 2)
 #endif
 
+#define TOGETHER_ONE (LANES == 8 ? 4 : 8)
+enum { MOST_GROUPS = 2048 };
+
 typedef struct {
   const uint8_t *codes;
   const void *scales, *offsets;
   table16 table;
-  size_t group, K;
+  size_t group, K, groups, bytes;  // the last two of a row
 } weights;
+
+// Of x, with zeros up to a whole vector.
+INLINE void sums_of_groups(const float *x, float sums[MOST_GROUPS], const weights *w) {
+  const size_t groups = w->groups;
+  for (size_t i = 0; i < groups; i++) {
+    vf total = zero();
+    for (size_t k = 0; k < w->group; k += LANES) total += load_f32(x + i * w->group + k);
+    sums[i] = sum(total);
+  }
+  for (size_t i = groups; i % LANES; i++) sums[i] = 0;
+}
 
 #define NAME(x) x##_q4_f32_none
 #define BITS 4
 #define SCALE splat_f32
+#define SCALES some_f32
 #define SCALE_BYTES 4
 #define OFFSET NONE
 #include "linear_quantized.inc"
@@ -36,6 +51,7 @@ typedef struct {
 #define NAME(x) x##_q4_f32_bias
 #define BITS 4
 #define SCALE splat_f32
+#define SCALES some_f32
 #define SCALE_BYTES 4
 #define OFFSET BIAS
 #include "linear_quantized.inc"
@@ -43,6 +59,7 @@ typedef struct {
 #define NAME(x) x##_q4_f32_zero
 #define BITS 4
 #define SCALE splat_f32
+#define SCALES some_f32
 #define SCALE_BYTES 4
 #define OFFSET ZERO
 #include "linear_quantized.inc"
@@ -50,6 +67,7 @@ typedef struct {
 #define NAME(x) x##_q8_f32_none
 #define BITS 8
 #define SCALE splat_f32
+#define SCALES some_f32
 #define SCALE_BYTES 4
 #define OFFSET NONE
 #define CODES load_u8
@@ -58,6 +76,7 @@ typedef struct {
 #define NAME(x) x##_q8_f32_bias
 #define BITS 8
 #define SCALE splat_f32
+#define SCALES some_f32
 #define SCALE_BYTES 4
 #define OFFSET BIAS
 #define CODES load_u8
@@ -66,6 +85,7 @@ typedef struct {
 #define NAME(x) x##_q8_f32_zero
 #define BITS 8
 #define SCALE splat_f32
+#define SCALES some_f32
 #define SCALE_BYTES 4
 #define OFFSET ZERO
 #define CODES load_u8
@@ -74,6 +94,7 @@ typedef struct {
 #define NAME(x) x##_q8_f32_int
 #define BITS 8
 #define SCALE splat_f32
+#define SCALES some_f32
 #define SCALE_BYTES 4
 #define OFFSET NONE
 #define CODES load_i8
@@ -82,6 +103,7 @@ typedef struct {
 #define NAME(x) x##_q4_bf16_none
 #define BITS 4
 #define SCALE splat_bf16
+#define SCALES some_bf16
 #define SCALE_BYTES 2
 #define OFFSET NONE
 #include "linear_quantized.inc"
@@ -89,6 +111,7 @@ typedef struct {
 #define NAME(x) x##_q4_bf16_bias
 #define BITS 4
 #define SCALE splat_bf16
+#define SCALES some_bf16
 #define SCALE_BYTES 2
 #define OFFSET BIAS
 #include "linear_quantized.inc"
@@ -96,6 +119,7 @@ typedef struct {
 #define NAME(x) x##_q4_bf16_zero
 #define BITS 4
 #define SCALE splat_bf16
+#define SCALES some_bf16
 #define SCALE_BYTES 2
 #define OFFSET ZERO
 #include "linear_quantized.inc"
@@ -103,6 +127,7 @@ typedef struct {
 #define NAME(x) x##_q8_bf16_none
 #define BITS 8
 #define SCALE splat_bf16
+#define SCALES some_bf16
 #define SCALE_BYTES 2
 #define OFFSET NONE
 #define CODES load_u8
@@ -111,6 +136,7 @@ typedef struct {
 #define NAME(x) x##_q8_bf16_bias
 #define BITS 8
 #define SCALE splat_bf16
+#define SCALES some_bf16
 #define SCALE_BYTES 2
 #define OFFSET BIAS
 #define CODES load_u8
@@ -119,6 +145,7 @@ typedef struct {
 #define NAME(x) x##_q8_bf16_zero
 #define BITS 8
 #define SCALE splat_bf16
+#define SCALES some_bf16
 #define SCALE_BYTES 2
 #define OFFSET ZERO
 #define CODES load_u8
@@ -127,6 +154,7 @@ typedef struct {
 #define NAME(x) x##_q8_bf16_int
 #define BITS 8
 #define SCALE splat_bf16
+#define SCALES some_bf16
 #define SCALE_BYTES 2
 #define OFFSET NONE
 #define CODES load_i8
@@ -135,6 +163,7 @@ typedef struct {
 #define NAME(x) x##_q4_f16_none
 #define BITS 4
 #define SCALE splat_f16
+#define SCALES some_f16
 #define SCALE_BYTES 2
 #define OFFSET NONE
 #include "linear_quantized.inc"
@@ -142,6 +171,7 @@ typedef struct {
 #define NAME(x) x##_q4_f16_bias
 #define BITS 4
 #define SCALE splat_f16
+#define SCALES some_f16
 #define SCALE_BYTES 2
 #define OFFSET BIAS
 #include "linear_quantized.inc"
@@ -149,6 +179,7 @@ typedef struct {
 #define NAME(x) x##_q4_f16_zero
 #define BITS 4
 #define SCALE splat_f16
+#define SCALES some_f16
 #define SCALE_BYTES 2
 #define OFFSET ZERO
 #include "linear_quantized.inc"
@@ -156,6 +187,7 @@ typedef struct {
 #define NAME(x) x##_q8_f16_none
 #define BITS 8
 #define SCALE splat_f16
+#define SCALES some_f16
 #define SCALE_BYTES 2
 #define OFFSET NONE
 #define CODES load_u8
@@ -164,6 +196,7 @@ typedef struct {
 #define NAME(x) x##_q8_f16_bias
 #define BITS 8
 #define SCALE splat_f16
+#define SCALES some_f16
 #define SCALE_BYTES 2
 #define OFFSET BIAS
 #define CODES load_u8
@@ -172,6 +205,7 @@ typedef struct {
 #define NAME(x) x##_q8_f16_zero
 #define BITS 8
 #define SCALE splat_f16
+#define SCALES some_f16
 #define SCALE_BYTES 2
 #define OFFSET ZERO
 #define CODES load_u8
@@ -180,6 +214,7 @@ typedef struct {
 #define NAME(x) x##_q8_f16_int
 #define BITS 8
 #define SCALE splat_f16
+#define SCALES some_f16
 #define SCALE_BYTES 2
 #define OFFSET NONE
 #define CODES load_i8

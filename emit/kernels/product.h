@@ -12,6 +12,15 @@ enum { BLOCK_O = VECTORS * LANES };
 // Weight rows that are multiplied with M rows of x at a time.
 #define TOGETHER(M) (SUMS / (M) > 8 ? 8 : SUMS / (M) < 1 ? 1 : SUMS / (M))
 
+// Where tile `tile` of `tiles` starts among O outputs: all have as many units, give or take one.
+enum { UNIT_OF_FEW = 8, UNIT_OF_MANY = 64 };
+
+INLINE size_t start_of(size_t tile, size_t tiles, size_t M, size_t O) {
+  const size_t unit = M > MOST_ROWS ? UNIT_OF_MANY : UNIT_OF_FEW;
+  const size_t start = (O + unit - 1) / unit * tile / tiles * unit;
+  return start < O ? start : O;
+}
+
 // y[m][BLOCK_O] (+)= x[m][count] wide[count][BLOCK_O] for M rows.
 INLINE void multiply(const float *x, const float *wide, float *y, size_t K, size_t count,
                      size_t stride, int first, const int M) {

@@ -4,11 +4,24 @@
 
 // What an offset is. Where the sources say KIND, they are compiled once for each of these, and for
 // each type of the scales.
-enum { NONE, BIAS, ZERO };
+#define NONE 0
+#define BIAS 1
+#define ZERO 2
 
 INLINE vf splat_f32(const void *p, size_t i) { return splat(((const float *)p)[i]); }
 INLINE vf splat_bf16(const void *p, size_t i) { return splat(one_bf16((const uint16_t *)p + i)); }
 INLINE vf splat_f16(const void *p, size_t i) { return splat(one_f16((const _Float16 *)p + i)); }
+
+// `count` <= LANES of them from the i-th on, zeros after them.
+#define SOME(NAME, END, TYPE)                                                                      \
+  INLINE vf some_##NAME(const void *p, size_t i, size_t count) {                                   \
+    const TYPE *from = (const TYPE *)p + i;                                                        \
+    return count < LANES ? load_part##END(from, count) : load_##NAME(from);                        \
+  }
+SOME(f32, , float)
+SOME(bf16, _bf16, uint16_t)
+SOME(f16, _f16, _Float16)
+SOME(u8, _u8, uint8_t)
 
 // What all codes of one group need.
 typedef struct { vf scale, bias, zero; } group_of;
@@ -50,6 +63,13 @@ INLINE vf lookup(const table16 *t, vi code) {
 }
 #define EACH16(t, F) ((table16){{F((t).part[0]), F((t).part[1]), F((t).part[2]), F((t).part[3])}})
 #endif
+
+// Each of the sixteen less x.
+INLINE table16 less16(table16 t, float x) {
+#define LESS(q) ((q)-splat(x))
+  return EACH16(t, LESS);
+#undef LESS
+}
 
 // The numbers that the sixteen codes stand for.
 INLINE table16 dequantized16(table16 t, const group_of *g, const int offset) {

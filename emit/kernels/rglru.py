@@ -8,7 +8,6 @@ from jax import Array
 
 from emit import kernels
 from emit.kernels import linear
-from emit.kernels.linear import MOST_TILES
 
 UNIT = 64  # channels that a tile has a multiple of
 
@@ -42,7 +41,7 @@ def mixer(
     r, i = heads(blocks, r_weight), heads(blocks, i_weight)
     if r is None or i is None:
         return None
-    per = UNIT * -(-W // (UNIT * MOST_TILES))
+    per = UNIT * kernels.per_tile(-(-W // UNIT))
     y, new = kernels.call(
         "rglru",
         [x, branch, r, r_bias, i, i_bias, rate, lengths, positions, state],

@@ -56,6 +56,7 @@ INLINE float one_bf16(const uint16_t *p) {
   return bits.f;
 }
 INLINE float one_f16(const _Float16 *p) { return (float)*p; }
+INLINE float one_u8(const uint8_t *p) { return (float)*p; }
 
 // The sum of all lanes, by halves.
 INLINE float sum(vf x) {
@@ -118,12 +119,40 @@ INLINE vf sums(vf rows[LANES]) {
   return rows[0];
 }
 
-// The first `count` < LANES floats at p, zeros after them.
+// Asks for the line of memory at p, which a next pass over weights reads, into the second cache. The
+// machine's own prefetching follows rows of a page and more; shorter ones it finds too late.
+INLINE void soon(const void *p) { __builtin_prefetch(p, 0, 2); }
+enum { LINE = 64 };
+
+// The first `count` < LANES numbers at p as floats, zeros after them.
+#if LANES == 16
 INLINE vf load_part(const float *p, size_t count) {
-  float all[LANES] = {0};
-  for (size_t i = 0; i < count; i++) all[i] = p[i];
-  return load_f32(all);
+  return (vf)_mm512_maskz_loadu_ps((1u << count) - 1, p);
 }
+INLINE vf load_part_bf16(const uint16_t *p, size_t count) {
+  const vu16 half = (vu16)_mm256_maskz_loadu_epi16((1u << count) - 1, p);
+  return load_bf16((const uint16_t *)&half);
+}
+INLINE vf load_part_f16(const _Float16 *p, size_t count) {
+  const vh half = (vh)_mm256_maskz_loadu_epi16((1u << count) - 1, p);
+  return load_f16((const _Float16 *)&half);
+}
+INLINE vf load_part_u8(const uint8_t *p, size_t count) {
+  const vu8 bytes = (vu8)_mm_maskz_loadu_epi8((1u << count) - 1, p);
+  return load_u8((const uint8_t *)&bytes);
+}
+#else
+#define LOAD_PART(END, NAME, TYPE)                                                                 \
+  INLINE vf load_part##END(const TYPE *p, size_t count) {                                          \
+    float all[LANES] = {0};                                                                        \
+    for (size_t i = 0; i < count; i++) all[i] = one_##NAME(p + i);                                 \
+    return load_f32(all);                                                                          \
+  }
+LOAD_PART(, f32, float)
+LOAD_PART(_bf16, bf16, uint16_t)
+LOAD_PART(_f16, f16, _Float16)
+LOAD_PART(_u8, u8, uint8_t)
+#endif
 INLINE void store_part(float *p, vf x, size_t count) {
   float all[LANES];
   store(all, x);

@@ -7,7 +7,6 @@ import numpy as np
 from jax import Array
 
 from emit import kernels
-from emit.kernels.linear import MOST_TILES
 
 DEEPEST = 256  # channels of a head: WKV_DEPTH in wkv7.c
 
@@ -35,7 +34,7 @@ def mixer(
     (B, T, _), (_, H, V, K) = r.shape, state.shape
     if V != K or K > DEEPEST:
         return None
-    per = -(-B * H // MOST_TILES)
+    per = kernels.per_tile(B * H)
     bits = int(np.float32(eps).view(np.uint32))
     y, new = kernels.call(
         "wkv7",
