@@ -136,7 +136,7 @@ def test_a_larger_score_later_takes_over() -> None:
 
 def test_few_heads_of_many_places_are_cut_into_parts() -> None:
     assert parts(1, 4096) == 16 and parts(2, 2048) == 8 and parts(1, 100) == 1
-    assert parts(8, 8192) == 3 and parts(64, 8192) == 1
+    assert parts(8, 8192) == 2 and parts(64, 8192) == 1
 
 
 @pytest.mark.parametrize("places", [64, 2048])

@@ -15,7 +15,7 @@ PART = 256  # places that are worth a tile of their own
 
 def parts(units: int, places: int) -> int:
     """Into how many parts the places of a step's `units` blocks are cut, each part a tile."""
-    return max(1, min(kernels.MOST_TILES // 2 // units, places // PART))
+    return max(1, min(kernels.MOST_TILES // units, places // PART))
 
 
 def read(
