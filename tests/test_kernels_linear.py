@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from emit import kernels as used_kernels
+from emit.kernels import linear
 from emit.kernels.linear import FLOATS, TILES, tile_count
 from emit.kernels.splice import _numbers, splice
 from emit.ops import nn
@@ -35,14 +36,23 @@ def test_linear_is_the_float64_product(level: str, kind: str) -> None:
     """
     random = np.random.default_rng(7)
     cases = [(m, *SIZES[i % len(SIZES)]) for i, m in enumerate(ROWS)]
-    cases += [(1, 768, 200), (8, 129, 257), (9, 129, 257), (64, 77, 130)]
+    cases += [
+        (1, 768, 200),
+        (8, 129, 257),
+        (9, 129, 257),
+        (64, 77, 130),
+        (300, 40, 70),
+        (515, 17, 9),
+    ]
     for rows, inputs, outputs in cases:
         x = random.standard_normal((rows, inputs)).astype(np.float32)
         weight = (random.standard_normal((outputs, inputs)) * 3).astype(DTYPES[kind])
         tiles = tile_count(rows, outputs, weight[0].nbytes << 10)
         y = np.full((rows, outputs), np.nan, np.float32)
         sizes = (rows, inputs, outputs, tiles)
-        got = kernels.run(level, f"linear_{kind}", [x, weight, y], sizes, tiles)
+        got = kernels.run(
+            level, f"linear_{kind}", [x, weight, y], sizes, tiles * -(-rows // linear.ROWS)
+        )
         want, magnitude = product(x, weight)
         np.testing.assert_array_less(np.abs(got[2] - want), 1e-6 * magnitude + 1e-30)
         np.testing.assert_array_equal(got[0], x)

@@ -37,7 +37,7 @@ def layout(words: str, group: int) -> Layout:
 # groups than a vector has numbers
 SHAPES = (
     *((1, 96, 37, 32), (3, 128, 70, 64), (8, 64, 9, 64), (13, 160, 130, 160), (1, 64, 65, 32)),
-    *((1, 64 * 35, 19, 64), (1, 96 * 16, 8, 96), (1, 32 * 2050, 5, 32)),
+    *((1, 64 * 35, 19, 64), (1, 96 * 16, 8, 96), (1, 32 * 2050, 5, 32), (261, 64, 70, 32)),
 )
 
 
@@ -86,7 +86,8 @@ def test_codes_are_multiplied_as_the_numbers_they_are(level: str, kind: str) -> 
         tiles = linear.tile_count(rows, outputs, 1 << 15)
         arrays = [x, *map(np.asarray, found.arrays), y]
         sizes = (rows, inputs, outputs, tiles, *found.sizes)
-        got = kernels.run(level, f"linear_{found.kind}", arrays, sizes, tiles)
+        calls = tiles * -(-rows // linear.ROWS)
+        got = kernels.run(level, f"linear_{found.kind}", arrays, sizes, calls)
         close(got[-1], x, packed.widen())
 
 
@@ -104,7 +105,7 @@ def test_experts_are_those_of_the_index(level: str, kind: str) -> None:
         wide, found = packed.widen(), linear.operand(as_jax(packed))
     assert found is not None
     index = np.asarray([4, 0, 0, 3], np.int32)
-    for sources, rows in ((4, 1), (2, 1), (1, 3), (1, 11)):
+    for sources, rows in ((4, 1), (2, 1), (1, 3), (1, 11), (2, 260)):
         x = random.standard_normal((sources, rows, inputs)).astype(np.float32)
         y = np.full((len(index), rows, outputs), np.nan, np.float32)
         tiles = linear.tile_count(rows, outputs, 1 << 15, 8)
@@ -112,7 +113,8 @@ def test_experts_are_those_of_the_index(level: str, kind: str) -> None:
         sizes = (rows, inputs, outputs, tiles, *found.sizes, share)
         arrays = [x, *map(np.asarray, found.arrays), index, y]
         name = f"experts_{found.kind}"
-        got = kernels.run(level, name, arrays, sizes, tiles * len(index))[-1]
+        calls = tiles * -(-rows // linear.ROWS) * len(index)
+        got = kernels.run(level, name, arrays, sizes, calls)[-1]
         close(got, np.repeat(x, share, axis=0), wide[index])
 
 

@@ -39,21 +39,36 @@
     for (; o < to; o++) few_##NAME(x, w + o * K, y + o, K, O, 1, M);                               \
   }
 
+// Number j of those in each word of four bytes.
+INLINE vf of_word_f32(vf word, int j) { return j ? zero() : word; }
+INLINE vf of_word_bf16(vf word, int j) { return (vf)(j ? (vu)word & 0xffff0000u : (vu)word << 16); }
+INLINE vf of_word_f16(vf word, int j) {
+  typedef uint16_t halves __attribute__((ext_vector_type(LANES)));
+  const halves bits = __builtin_convertvector(j ? (vu)word >> 16 : (vu)word & 0xffff, halves);
+  return __builtin_convertvector((vh)bits, vf);
+}
+
 // wide[k][o] = w[o][k], a block of `count` inputs of BLOCK_O outputs; zeros beyond the last output.
 #define PACK(NAME, TYPE)                                                                           \
   INLINE void pack_##NAME(const TYPE *w, float *wide, size_t K, size_t count, size_t outputs) {    \
-    for (size_t o = 0; o < BLOCK_O; o += LANES) {                                                  \
-      size_t k = 0;                                                                                \
-      for (; k + LANES <= count; k += LANES) {                                                     \
-        vf rows[LANES];                                                                            \
-        for (size_t i = 0; i < LANES; i++)                                                         \
-          rows[i] = o + i < outputs ? load_##NAME(w + (o + i) * K + k) : zero();                   \
-        transpose(rows);                                                                           \
-        for (size_t i = 0; i < LANES; i++) store(wide + (k + i) * BLOCK_O + o, rows[i]);           \
+    enum { PER = 4 / sizeof(TYPE), STEP = LANES * PER };                                           \
+    for (size_t o = 0; o < BLOCK_O; o += LANES, w += LANES * K) {                                  \
+      const size_t rows = outputs > o ? outputs - o : 0, whole = count / PER * PER;                \
+      for (size_t k = 0; k < whole; k += STEP) {                                                   \
+        const size_t words = whole - k < STEP ? (whole - k) / PER : (size_t)LANES;                 \
+        vf transposed[LANES];                                                                      \
+        float *out = wide + k * BLOCK_O + o;                                                       \
+        transposed_words(w + k, K * sizeof(TYPE), words, rows, transposed);                        \
+        if (words == LANES)                                                                        \
+          for (size_t i = 0; i < STEP; i++)                                                        \
+            store(out + i * BLOCK_O, of_word_##NAME(transposed[i / PER], i % PER));                \
+        else                                                                                       \
+          for (size_t i = 0; i < words * PER; i++)                                                 \
+            store(out + i * BLOCK_O, of_word_##NAME(transposed[i / PER], i % PER));                \
       }                                                                                            \
-      for (; k < count; k++)                                                                       \
+      for (size_t k = whole; k < count; k++)                                                       \
         for (size_t i = 0; i < LANES; i++)                                                         \
-          wide[k * BLOCK_O + o + i] = o + i < outputs ? one_##NAME(w + (o + i) * K + k) : 0;       \
+          wide[k * BLOCK_O + o + i] = i < rows ? one_##NAME(w + i * K + k) : 0;                    \
     }                                                                                              \
   }
 
@@ -71,8 +86,11 @@
         const size_t stride = outputs < BLOCK_O ? (size_t)BLOCK_O : O;                             \
         for (size_t k = 0; k < K; k += BLOCK_K) {                                                  \
           const size_t count = K - k < BLOCK_K ? K - k : BLOCK_K;                                  \
+          const size_t far = k + BLOCK_K < K ? k + BLOCK_K : BLOCK_O * K;                          \
+          const ahead next = {(const char *)(w + o * K + far), K * sizeof(TYPE), BLOCK_O,          \
+                              BLOCK_K * sizeof(TYPE)};                                             \
           pack_##NAME(w + o * K + k, wide, K, count, outputs);                                     \
-          multiply_all(x + m * K + k, wide, out, rows, K, count, stride, k == 0);                  \
+          multiply_reading(x + m * K + k, wide, out, rows, K, count, stride, k == 0, next);        \
         }                                                                                          \
         if (outputs < BLOCK_O) copy_edge(edge, y + m * O + o, rows, outputs, O);                   \
       }                                                                                            \
@@ -96,10 +114,10 @@
     }                                                                                              \
   }
 
-// Tile number `tile` of `tiles`.
+// Tile number `tile`, of `tiles` for each part of the rows.
 //
 // scanwright_experts_<type> does so for N products: y[n] = x[n / share] w[index[n]]^T, where x and y
-// are N / share and N times M rows, w [E, O, K] and index i32[N]; `tiles` tiles each.
+// are N / share and N times M rows, w [E, O, K] and index i32[N].
 #define LINEAR(NAME, TYPE)                                                                         \
   FEW(NAME, TYPE)                                                                                  \
   PACK(NAME, TYPE)                                                                                 \
@@ -107,14 +125,15 @@
   ROWS(NAME, TYPE)                                                                                 \
   EXPORT scanwright_linear_##NAME(const float *x, const TYPE *w, float *y, size_t M, size_t K,     \
                                   size_t O, size_t tiles, size_t tile) {                           \
-    rows_##NAME(x, w, y, M, K, O, start_of(tile, tiles, M, O), start_of(tile + 1, tiles, M, O));   \
+    const part of = part_of(tile, tiles, M, O);                                                    \
+    rows_##NAME(x + of.row * K, w, y + of.row * O, of.rows, K, O, of.from, of.to);                 \
   }                                                                                                \
   EXPORT scanwright_experts_##NAME(const float *x, const TYPE *w, const int32_t *index, float *y,  \
                                    size_t M, size_t K, size_t O, size_t tiles, size_t share,       \
                                    size_t tile) {                                                  \
-    const size_t n = tile / tiles;                                                                 \
-    scanwright_linear_##NAME(x + n / share * M * K, w + (size_t)index[n] * O * K, y + n * M * O, M, K,\
-                             O, tiles, tile % tiles);                                              \
+    const size_t each = tiles * parts_of_rows(M), n = tile / each;                                 \
+    scanwright_linear_##NAME(x + n / share * M * K, w + (size_t)index[n] * O * K, y + n * M * O,   \
+                             M, K, O, tiles, tile % each);                                         \
   }
 
 LINEAR(f32, float)

@@ -18,6 +18,7 @@ MOST_ROWS = 8  # as in product.h: up to so many rows, the weights are read in th
 TILES = (96, 48, 32, 16, 8, 4, 2, 1)
 TILE_BYTES = 32 << 10  # of weights: some microseconds
 UNITS = (8, 64)  # of outputs, that a tile has a number of: for few and many rows, as in product.h
+ROWS = 256  # of a tile, at most, as in product.h
 CODES = 32  # a group of quantised inputs is a multiple of it
 
 
@@ -60,7 +61,10 @@ def _codes(weight: Quantized) -> Operand | None:
 
 
 def tile_count(rows: int, outputs: int, row_bytes: int, most: int = TILES[0]) -> int:
-    """Into how many tiles, of `most`, a product is cut: each has work for some microseconds."""
+    """Into how many tiles, of `most`, the outputs of each part of the rows are cut.
+
+    Each has work for some microseconds.
+    """
     if rows <= MOST_ROWS:
         most = min(most, outputs * row_bytes // TILE_BYTES)
     most = min(most, -(-outputs // UNITS[rows > MOST_ROWS]))
@@ -79,7 +83,7 @@ def linear(x: Array, weight: Weight, bias: Array | None = None) -> Array | None:
         [x.reshape(rows, inputs), *found.arrays],
         [((rows, outputs), jnp.float32)],
         [rows, inputs, outputs, tiles, *found.sizes],
-        tiles,
+        tiles * -(-rows // ROWS),
     )
     y = y.reshape(*x.shape[:2], outputs)
     return y if bias is None else y + bias
@@ -100,6 +104,6 @@ def experts(x: Array, stack: Weight, index: Array) -> Array | None:
         [x, *found.arrays, index],
         [((pairs, rows, outputs), jnp.float32)],
         [rows, inputs, outputs, tiles, *found.sizes, pairs // count],
-        pairs * tiles,
+        pairs * tiles * -(-rows // ROWS),
     )
     return y

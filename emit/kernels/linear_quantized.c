@@ -70,7 +70,7 @@ INLINE void sums_of_groups(const float *x, float sums[MOST_GROUPS], const weight
 #define SCALES some_f32
 #define SCALE_BYTES 4
 #define OFFSET NONE
-#define CODES load_u8
+#define SIGNED 0
 #include "linear_quantized.inc"
 
 #define NAME(x) x##_q8_f32_bias
@@ -79,7 +79,7 @@ INLINE void sums_of_groups(const float *x, float sums[MOST_GROUPS], const weight
 #define SCALES some_f32
 #define SCALE_BYTES 4
 #define OFFSET BIAS
-#define CODES load_u8
+#define SIGNED 0
 #include "linear_quantized.inc"
 
 #define NAME(x) x##_q8_f32_zero
@@ -88,7 +88,7 @@ INLINE void sums_of_groups(const float *x, float sums[MOST_GROUPS], const weight
 #define SCALES some_f32
 #define SCALE_BYTES 4
 #define OFFSET ZERO
-#define CODES load_u8
+#define SIGNED 0
 #include "linear_quantized.inc"
 
 #define NAME(x) x##_q8_f32_int
@@ -97,7 +97,7 @@ INLINE void sums_of_groups(const float *x, float sums[MOST_GROUPS], const weight
 #define SCALES some_f32
 #define SCALE_BYTES 4
 #define OFFSET NONE
-#define CODES load_i8
+#define SIGNED 1
 #include "linear_quantized.inc"
 
 #define NAME(x) x##_q4_bf16_none
@@ -130,7 +130,7 @@ INLINE void sums_of_groups(const float *x, float sums[MOST_GROUPS], const weight
 #define SCALES some_bf16
 #define SCALE_BYTES 2
 #define OFFSET NONE
-#define CODES load_u8
+#define SIGNED 0
 #include "linear_quantized.inc"
 
 #define NAME(x) x##_q8_bf16_bias
@@ -139,7 +139,7 @@ INLINE void sums_of_groups(const float *x, float sums[MOST_GROUPS], const weight
 #define SCALES some_bf16
 #define SCALE_BYTES 2
 #define OFFSET BIAS
-#define CODES load_u8
+#define SIGNED 0
 #include "linear_quantized.inc"
 
 #define NAME(x) x##_q8_bf16_zero
@@ -148,7 +148,7 @@ INLINE void sums_of_groups(const float *x, float sums[MOST_GROUPS], const weight
 #define SCALES some_bf16
 #define SCALE_BYTES 2
 #define OFFSET ZERO
-#define CODES load_u8
+#define SIGNED 0
 #include "linear_quantized.inc"
 
 #define NAME(x) x##_q8_bf16_int
@@ -157,7 +157,7 @@ INLINE void sums_of_groups(const float *x, float sums[MOST_GROUPS], const weight
 #define SCALES some_bf16
 #define SCALE_BYTES 2
 #define OFFSET NONE
-#define CODES load_i8
+#define SIGNED 1
 #include "linear_quantized.inc"
 
 #define NAME(x) x##_q4_f16_none
@@ -190,7 +190,7 @@ INLINE void sums_of_groups(const float *x, float sums[MOST_GROUPS], const weight
 #define SCALES some_f16
 #define SCALE_BYTES 2
 #define OFFSET NONE
-#define CODES load_u8
+#define SIGNED 0
 #include "linear_quantized.inc"
 
 #define NAME(x) x##_q8_f16_bias
@@ -199,7 +199,7 @@ INLINE void sums_of_groups(const float *x, float sums[MOST_GROUPS], const weight
 #define SCALES some_f16
 #define SCALE_BYTES 2
 #define OFFSET BIAS
-#define CODES load_u8
+#define SIGNED 0
 #include "linear_quantized.inc"
 
 #define NAME(x) x##_q8_f16_zero
@@ -208,7 +208,7 @@ INLINE void sums_of_groups(const float *x, float sums[MOST_GROUPS], const weight
 #define SCALES some_f16
 #define SCALE_BYTES 2
 #define OFFSET ZERO
-#define CODES load_u8
+#define SIGNED 0
 #include "linear_quantized.inc"
 
 #define NAME(x) x##_q8_f16_int
@@ -217,5 +217,5 @@ INLINE void sums_of_groups(const float *x, float sums[MOST_GROUPS], const weight
 #define SCALES some_f16
 #define SCALE_BYTES 2
 #define OFFSET NONE
-#define CODES load_i8
+#define SIGNED 1
 #include "linear_quantized.inc"

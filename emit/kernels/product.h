@@ -12,13 +12,23 @@ enum { BLOCK_O = VECTORS * LANES };
 // Weight rows that are multiplied with M rows of x at a time.
 #define TOGETHER(M) (SUMS / (M) > 8 ? 8 : SUMS / (M) < 1 ? 1 : SUMS / (M))
 
-// Where tile `tile` of `tiles` starts among O outputs: all have as many units, give or take one.
-enum { UNIT_OF_FEW = 8, UNIT_OF_MANY = 64 };
+// What tile number `tile` computes of y[M, O]: each `tiles` of them a part of the rows, which is small
+// enough for a cache, and each one as many units of outputs as the others, give or take one.
+enum { UNIT_OF_FEW = 8, UNIT_OF_MANY = 64, ROWS_TOGETHER = 256 };
+typedef struct { size_t row, rows, from, to; } part;
 
-INLINE size_t start_of(size_t tile, size_t tiles, size_t M, size_t O) {
-  const size_t unit = M > MOST_ROWS ? UNIT_OF_MANY : UNIT_OF_FEW;
-  const size_t start = (O + unit - 1) / unit * tile / tiles * unit;
-  return start < O ? start : O;
+INLINE size_t parts_of_rows(size_t M) { return (M + ROWS_TOGETHER - 1) / ROWS_TOGETHER; }
+
+INLINE size_t start_of(size_t i, size_t count, size_t all, size_t unit) {
+  const size_t start = (all + unit - 1) / unit * i / count * unit;
+  return start < all ? start : all;
+}
+
+INLINE part part_of(size_t tile, size_t tiles, size_t M, size_t O) {
+  const size_t unit = M > MOST_ROWS ? UNIT_OF_MANY : UNIT_OF_FEW, parts = parts_of_rows(M);
+  const size_t i = tile / tiles, j = tile % tiles, row = start_of(i, parts, M, ROWS_OF_X);
+  return (part){row, start_of(i + 1, parts, M, ROWS_OF_X) - row, start_of(j, tiles, O, unit),
+                start_of(j + 1, tiles, O, unit)};
 }
 
 // y[m][BLOCK_O] (+)= x[m][count] wide[count][BLOCK_O] for M rows.
@@ -40,14 +50,30 @@ INLINE void multiply(const float *x, const float *wide, float *y, size_t K, size
     for (int v = 0; v < VECTORS; v++) store(y + m * stride + v * LANES, acc[m][v]);
 }
 
-static void multiply_all(const float *x, const float *wide, float *y, size_t M, size_t K,
-                         size_t count, size_t stride, int first) {
+// What is packed after this block of weights: `multiply_reading` asks for some of it between any few
+// rows, so that its reading takes no time of its own.
+typedef struct {
+  const char *from;
+  size_t bytes, rows, length;  // so many rows of `length` bytes, `bytes` apart
+} ahead;
+
+static void multiply_reading(const float *x, const float *wide, float *y, size_t M, size_t K,
+                             size_t count, size_t stride, int first, ahead next) {
+  const size_t share = next.rows * ROWS_OF_X / M + 1;
   size_t m = 0;
-  for (; m + ROWS_OF_X <= M; m += ROWS_OF_X)
+  for (; m + ROWS_OF_X <= M; m += ROWS_OF_X) {
+    for (size_t row = 0; row < share && next.rows; row++, next.rows--, next.from += next.bytes)
+      for (size_t byte = 0; byte < next.length; byte += LINE) soon(next.from + byte);
     multiply(x + m * K, wide, y + m * stride, K, count, stride, first, ROWS_OF_X);
+  }
   for (; m + 2 <= M; m += 2)
     multiply(x + m * K, wide, y + m * stride, K, count, stride, first, 2);
   if (m < M) multiply(x + m * K, wide, y + m * stride, K, count, stride, first, 1);
+}
+
+static void multiply_all(const float *x, const float *wide, float *y, size_t M, size_t K,
+                         size_t count, size_t stride, int first) {
+  multiply_reading(x, wide, y, M, K, count, stride, first, (ahead){0, 0, 0, 0});
 }
 
 // A block of outputs that ends inside a vector is computed into `edge` and copied.

@@ -153,6 +153,18 @@ LOAD_PART(_bf16, bf16, uint16_t)
 LOAD_PART(_f16, f16, _Float16)
 LOAD_PART(_u8, u8, uint8_t)
 #endif
+// The first `count` words of four bytes at p of each of `outputs` <= LANES rows, `bytes` apart, transposed:
+// words[i] has word i of all rows; zeros where there is none.
+INLINE void transposed_words(const void *p, size_t bytes, size_t count, size_t outputs,
+                             vf words[LANES]) {
+  const char *row = p;
+  for (size_t i = 0; i < LANES; i++, row += bytes)
+    words[i] = i >= outputs     ? zero()
+               : count == LANES ? load_f32((const float *)row)
+                                : load_part((const float *)row, count);
+  transpose(words);
+}
+
 INLINE void store_part(float *p, vf x, size_t count) {
   float all[LANES];
   store(all, x);
