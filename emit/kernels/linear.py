@@ -18,7 +18,7 @@ MOST_ROWS = 8  # as in product.h: up to so many rows, the weights are read in th
 TILES = (96, 48, 32, 16, 8, 4, 2, 1)
 TILE_BYTES = 32 << 10  # of weights: some microseconds
 UNITS = (8, 64)  # of outputs, that a tile has a number of: for few and many rows, as in product.h
-ROWS = 256  # of a tile, at most, as in product.h
+ROWS = 192  # of a tile, at most, as in product.h
 CODES = 32  # a group of quantised inputs is a multiple of it
 
 

@@ -14,7 +14,7 @@ enum { BLOCK_O = VECTORS * LANES };
 
 // What tile number `tile` computes of y[M, O]: each `tiles` of them a part of the rows, which is small
 // enough for a cache, and each one as many units of outputs as the others, give or take one.
-enum { UNIT_OF_FEW = 8, UNIT_OF_MANY = 64, ROWS_TOGETHER = 256 };
+enum { UNIT_OF_FEW = 8, UNIT_OF_MANY = 64, ROWS_TOGETHER = 192 };
 typedef struct { size_t row, rows, from, to; } part;
 
 INLINE size_t parts_of_rows(size_t M) { return (M + ROWS_TOGETHER - 1) / ROWS_TOGETHER; }
