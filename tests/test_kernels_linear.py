@@ -74,7 +74,7 @@ def test_a_row_of_a_batch_is_the_row_alone(rows: int) -> None:
 
 @pytest.mark.parametrize("rows", [1, 8, 9, 256])
 @pytest.mark.parametrize("outputs", [1, 16, 100, 768, 3352, 50288, 256000])
-def test_a_tile_has_work_and_no_tile_twice_anothers(rows: int, outputs: int) -> None:
+def test_every_tile_has_work(rows: int, outputs: int) -> None:
     tiles, unit = tile_count(rows, outputs, 1536), 8 if rows < 9 else 64
     assert tiles in TILES and tiles <= max(1, -(-outputs // unit))
     assert rows > 8 or tiles == 1 or outputs * 1536 / tiles >= 32 << 10

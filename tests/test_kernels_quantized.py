@@ -38,6 +38,7 @@ def layout(words: str, group: int) -> Layout:
 SHAPES = (
     *((1, 96, 37, 32), (3, 128, 70, 64), (8, 64, 9, 64), (13, 160, 130, 160), (1, 64, 65, 32)),
     *((1, 64 * 35, 19, 64), (1, 96 * 16, 8, 96), (1, 32 * 2050, 5, 32), (261, 64, 70, 32)),
+    *((9, 192, 70, 96), (10, 320, 20, 320)),
 )
 
 
@@ -52,6 +53,17 @@ def made(how: Layout, outputs: tuple[int, ...], inputs: int, seed: int) -> Packe
         offsets = (random.standard_normal(groups) * 0.3).astype(DTYPES[how.scale])
     elif how.offset == "zero":
         offsets = random.integers(0, 2**how.bits, groups).astype(np.uint8)
+    return Packed(how, pack4(codes) if how.bits == 4 else codes, scales, offsets)
+
+
+def low(how: Layout, bits: int, outputs: int, inputs: int) -> Packed:
+    """Codes of fewer bits than they are stored in, around the number 0."""
+    random = np.random.default_rng(bits)
+    codes = random.integers(0, 2**bits, (outputs, inputs)).astype(np.uint8)
+    scales = (random.random((outputs, inputs // how.group)) + 0.1).astype(DTYPES[how.scale])
+    middle = 2 ** (bits - 1)
+    zeros = np.full(scales.shape, middle, np.uint8)
+    offsets = zeros if how.offset == "zero" else (scales * -middle).astype(scales.dtype)
     return Packed(how, pack4(codes) if how.bits == 4 else codes, scales, offsets)
 
 
@@ -89,6 +101,23 @@ def test_codes_are_multiplied_as_the_numbers_they_are(level: str, kind: str) -> 
         calls = tiles * -(-rows // linear.ROWS)
         got = kernels.run(level, f"linear_{found.kind}", arrays, sizes, calls)
         close(got[-1], x, packed.widen())
+
+
+@pytest.mark.parametrize("bits", [2, 3, 5, 6])
+@pytest.mark.parametrize("level", kernels.levels())
+def test_codes_of_few_bits_do_not_cancel(level: str, bits: int) -> None:
+    """Sums of codes that are all far from what their group takes off them would."""
+    for offset in ("bias", "zero"):
+        how = layout(f"uint {4 if bits < 4 else 8} f32 {offset}", 64)
+        packed = low(how, bits, 40, 64)
+        found = linear.operand(as_jax(packed))
+        assert found is not None
+        for rows in (1, 2, 8, 9):
+            x = np.abs(np.random.default_rng(rows).standard_normal((rows, 64))).astype(np.float32)
+            arrays = [x, *map(np.asarray, found.arrays), np.zeros((rows, 40), np.float32)]
+            sizes = (rows, 64, 40, 1, *found.sizes)
+            got = kernels.run(level, f"linear_{found.kind}", arrays, sizes, 1)
+            close(got[-1], x, packed.widen())
 
 
 @pytest.mark.parametrize("kind", [WORDS[0], WORDS[1], WORDS[10], *SCALES])

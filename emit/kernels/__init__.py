@@ -29,7 +29,7 @@ import numpy as np
 from jax import Array
 
 PREFIX = "scanwright."
-MOST_TILES = 16  # a worker of two to four takes its part of so few at once
+MOST_TILES = 16  # so few are taken one at a time, or eight by each of two workers
 P = ParamSpec("P")
 R = TypeVar("R")
 _USED: ContextVar[bool] = ContextVar("kernels used", default=False)

@@ -1,8 +1,9 @@
 // y = x w^T: x f32[M, K] and weights [O, K] of any stored type, in float32 arithmetic.
 //
-// A tile is a range of outputs. Few rows (M <= MOST_ROWS, a decode): each weight is read once, from
-// memory, and multiplied with every row, lanes along K. Many (a prefill): a block of weights is
-// widened and transposed into the stack, lanes along O, and multiplied with every row.
+// A tile is a range of outputs of a part of the rows. Few rows (M <= MOST_ROWS, a decode): each
+// weight is read once, from memory, and multiplied with every row, lanes along K. Many (a prefill): a
+// block of weights is widened and transposed into the stack, lanes along O, and multiplied with every
+// row of the part.
 #include "product.h"
 
 // acc[r][m] = sum of w[r] x[m] over all of K, for R weight rows and M rows of x. The R rows after
@@ -40,7 +41,7 @@
   }
 
 // Number j of those in each word of four bytes.
-INLINE vf of_word_f32(vf word, int j) { return j ? zero() : word; }
+INLINE vf of_word_f32(vf word, int j) { return (void)j, word; }
 INLINE vf of_word_bf16(vf word, int j) { return (vf)(j ? (vu)word & 0xffff0000u : (vu)word << 16); }
 INLINE vf of_word_f16(vf word, int j) {
   typedef uint16_t halves __attribute__((ext_vector_type(LANES)));

@@ -13,9 +13,9 @@ from emit.ops.quantized import Quantized, Weight
 
 FLOATS = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
 MOST_ROWS = 8  # as in product.h: up to so many rows, the weights are read in the order they lie
-# A worker takes eight tiles at a time where all have so many, and else its part of them at once: of
-# these numbers, two to four workers get as many each, and most numbers of more.
-TILES = (96, 48, 32, 16, 8, 4, 2, 1)
+# Workers take eight tiles at a time where there are eight for each, else one. Two to four share
+# these numbers evenly; of 48, four would get 16, 16, 8 and 8.
+TILES = (96, 16, 8, 4, 2, 1)
 TILE_BYTES = 32 << 10  # of weights: some microseconds
 UNITS = (8, 64)  # of outputs, that a tile has a number of: for few and many rows, as in product.h
 ROWS = 192  # of a tile, at most, as in product.h

@@ -3,7 +3,7 @@
 //
 // scanwright_linear_q<bits>_<scales>_<offsets>: codes u8[O, K bits / 8], scales and offsets
 // [O, K / group], table f32[16] of four-bit codes; `int` says that codes of eight bits have a sign.
-// What there is not is any pointer. `group` is a multiple of BLOCK. scanwright_experts_q… are to
+// What there is not is any pointer. `group` is a multiple of 32. scanwright_experts_q… are to
 // these what linear.c's are to its own.
 //
 // A byte holds two codes of four bits, the low one of an even input and the high one of the odd input
@@ -11,16 +11,12 @@
 #include "product.h"
 #include "quantized.h"
 
-enum { BLOCK = 32, HALF = BLOCK / 2 };
-// Weight rows at a time; each keeps sixteen numbers in registers, too.
+// Weight rows at a time; each keeps its sixteen numbers in registers, too.
 #if LANES == 8
 #define TOGETHER_CODES(M) ((M) > 2 ? 1 : 2)
 #else
-#define TOGETHER_CODES(M) ((M) < 3 ? 4 : (M) < 7 ? 3 : 2)
+#define TOGETHER_CODES(M) ((M) == 1 ? 8 : (M) == 2 ? 4 : (M) < 7 ? 3 : 2)
 #endif
-
-#define TOGETHER_ONE (LANES == 8 ? 4 : 8)
-enum { MOST_GROUPS = 2048 };
 
 typedef struct {
   const uint8_t *codes;
@@ -28,17 +24,6 @@ typedef struct {
   table16 table;
   size_t group, K, groups, bytes;  // the last two of a row
 } weights;
-
-// Of x, with zeros up to a whole vector.
-INLINE void sums_of_groups(const float *x, float sums[MOST_GROUPS], const weights *w) {
-  const size_t groups = w->groups;
-  for (size_t i = 0; i < groups; i++) {
-    vf total = zero();
-    for (size_t k = 0; k < w->group; k += LANES) total += load_f32(x + i * w->group + k);
-    sums[i] = sum(total);
-  }
-  for (size_t i = groups; i % LANES; i++) sums[i] = 0;
-}
 
 #define NAME(x) x##_q4_f32_none
 #define BITS 4

@@ -12,8 +12,8 @@ enum { BLOCK_O = VECTORS * LANES };
 // Weight rows that are multiplied with M rows of x at a time.
 #define TOGETHER(M) (SUMS / (M) > 8 ? 8 : SUMS / (M) < 1 ? 1 : SUMS / (M))
 
-// What tile number `tile` computes of y[M, O]: each `tiles` of them a part of the rows, which is small
-// enough for a cache, and each one as many units of outputs as the others, give or take one.
+// What tile number `tile` computes of y[M, O]: `tiles` of them share a part of the rows, which is
+// small enough for a cache, and each has as many units of outputs as the others, give or take one.
 enum { UNIT_OF_FEW = 8, UNIT_OF_MANY = 64, ROWS_TOGETHER = 192 };
 typedef struct { size_t row, rows, from, to; } part;
 
@@ -50,8 +50,8 @@ INLINE void multiply(const float *x, const float *wide, float *y, size_t K, size
     for (int v = 0; v < VECTORS; v++) store(y + m * stride + v * LANES, acc[m][v]);
 }
 
-// What is packed after this block of weights: `multiply_reading` asks for some of it between any few
-// rows, so that its reading takes no time of its own.
+// What is packed after this block of weights: some of it is asked for between any few rows, so that
+// reading it takes no time of its own.
 typedef struct {
   const char *from;
   size_t bytes, rows, length;  // so many rows of `length` bytes, `bytes` apart
@@ -59,7 +59,7 @@ typedef struct {
 
 static void multiply_reading(const float *x, const float *wide, float *y, size_t M, size_t K,
                              size_t count, size_t stride, int first, ahead next) {
-  const size_t share = next.rows * ROWS_OF_X / M + 1;
+  const size_t share = next.rows ? next.rows * ROWS_OF_X / M + 1 : 0;
   size_t m = 0;
   for (; m + ROWS_OF_X <= M; m += ROWS_OF_X) {
     for (size_t row = 0; row < share && next.rows; row++, next.rows--, next.from += next.bytes)

@@ -2,8 +2,7 @@
 #pragma once
 #include "simd.h"
 
-// What an offset is. Where the sources say KIND, they are compiled once for each of these, and for
-// each type of the scales.
+// What an offset is.
 #define NONE 0
 #define BIAS 1
 #define ZERO 2
@@ -63,13 +62,6 @@ INLINE vf lookup(const table16 *t, vi code) {
 }
 #define EACH16(t, F) ((table16){{F((t).part[0]), F((t).part[1]), F((t).part[2]), F((t).part[3])}})
 #endif
-
-// Each of the sixteen less x.
-INLINE table16 less16(table16 t, float x) {
-#define LESS(q) ((q)-splat(x))
-  return EACH16(t, LESS);
-#undef LESS
-}
 
 // The numbers that the sixteen codes stand for.
 INLINE table16 dequantized16(table16 t, const group_of *g, const int offset) {

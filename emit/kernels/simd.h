@@ -119,8 +119,8 @@ INLINE vf sums(vf rows[LANES]) {
   return rows[0];
 }
 
-// Asks for the line of memory at p, which a next pass over weights reads, into the second cache. The
-// machine's own prefetching follows rows of a page and more; shorter ones it finds too late.
+// Asks for the line of memory at p, which is read soon, into the second cache. The machine's own
+// prefetching follows rows of a page and more; of shorter ones it finds the next too late.
 INLINE void soon(const void *p) { __builtin_prefetch(p, 0, 2); }
 enum { LINE = 64 };
 
@@ -153,13 +153,14 @@ LOAD_PART(_bf16, bf16, uint16_t)
 LOAD_PART(_f16, f16, _Float16)
 LOAD_PART(_u8, u8, uint8_t)
 #endif
-// The first `count` words of four bytes at p of each of `outputs` <= LANES rows, `bytes` apart, transposed:
-// words[i] has word i of all rows; zeros where there is none.
-INLINE void transposed_words(const void *p, size_t bytes, size_t count, size_t outputs,
+
+// The first `count` <= LANES words of four bytes of LANES rows, `bytes` apart, transposed: words[i]
+// has word i of each row. Zeros where there is none, and in the rows from number `rows` on.
+INLINE void transposed_words(const void *p, size_t bytes, size_t count, size_t rows,
                              vf words[LANES]) {
   const char *row = p;
   for (size_t i = 0; i < LANES; i++, row += bytes)
-    words[i] = i >= outputs     ? zero()
+    words[i] = i >= rows        ? zero()
                : count == LANES ? load_f32((const float *)row)
                                 : load_part((const float *)row, count);
   transpose(words);
