@@ -40,9 +40,8 @@ TOLERANCE: dict[str, tuple[float, float]] = dict.fromkeys(
     ("f32", "bf16", "f16", "int8", "int4"), (3e-6, 3e-6)
 )
 EMULATED = "uncaught target signal"  # what qemu says when the program under it crashes
-# For each layer, where layers amplify more, whatever the flags: delta rules after l2 norms and routed
-# experts, 2.5e-5 for 4 layers and a chunk of 256; attention and Mamba2 side by side, 1.4e-4 for 24
-# layers of random weights.
+# For each layer, where layers amplify more, whatever the flags: delta rules after l2 norms with
+# routed experts, 2.5e-5 for 4 layers and a chunk of 256; attention beside Mamba2, 1.4e-4 for 24.
 PER_LAYER = dict.fromkeys(("qwen3_next", "qwen3_5_moe", "qwen3_5_moe_text", "falcon_h1"), 1e-5)
 
 

@@ -30,7 +30,7 @@ MODELS = {
     "jamba-1.7-large": (398.6e9, None),
     "falcon-h1-34b": (33.6e9, None),
     "plamo-2-8b": (9.53e9, None),
-    "qwen3-next-80b-a3b-instruct": (79.67e9, "cuda-sm121"),
+    "qwen3-next-80b-a3b-instruct": (79.67e9, None),
     "kimi-linear-48b-a3b-instruct": (49.12e9, "cpu"),
     "rwkv7-g1g-13.3b": (13.27e9, None),
     "recurrentgemma-9b": (8.58e9, None),
