@@ -19,17 +19,27 @@ import numpy as np
 
 from emit import irpa
 from emit.entry import Model, entries, params_of
+from emit.ops.quantized import Quantized
 from emit.shape import Shape
 from emit.storage import Storage
 
 PROMPT_LENGTHS = (1, 3, 9, 19, 40)
 TOP = 8
+WIDE_BYTES = 2 << 30  # of all parameters in float32
 
 
 def load_params(model: Model, storage: Storage, path: Path) -> dict[str, Any]:
-    """The parameters of the archive `path`, as JAX arrays in their stored types, mapped."""
+    """The parameters of the archive `path`: their numbers in float32, if all are few enough.
+
+    Else as they are stored, mapped. The numbers are the same, but those that are stored in fewer
+    bits would be widened in each step.
+    """
     found = irpa.read(path, storage.specs(model.weight_map))
-    return params_of(model, storage, lambda tensor: jax.device_put(found[tensor.name]))
+    params = params_of(model, storage, lambda tensor: jax.device_put(found[tensor.name]))
+    leaves, structure = jax.tree.flatten(params, is_leaf=lambda leaf: isinstance(leaf, Quantized))
+    if 4 * sum(math.prod(leaf.shape) for leaf in leaves) > WIDE_BYTES:
+        return params
+    return jax.tree.unflatten(structure, [leaf.astype(jnp.float32) for leaf in leaves])
 
 
 def expected(

@@ -15,6 +15,7 @@ from typing import Any
 import building
 import cases
 import ml_dtypes
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import quantised
@@ -239,10 +240,29 @@ def test_jax_uses_the_archive_itself(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return views
 
     monkeypatch.setattr(irpa, "read", kept)
+    monkeypatch.setattr(expect, "WIDE_BYTES", 0)
     params = expect.load_params(model, storage, tmp_path / "params.irpa")
     assert len(params) == len(views) > 10
     for name, param in params.items():
         assert param.unsafe_buffer_pointer() == views[name].ctypes.data, name
+
+
+@pytest.mark.parametrize("kind", ["bf16", "int8", "int4"])
+def test_jax_widens_a_small_model_once(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = open_checkpoint(cases.build(cases.find("mamba2/plain"), tmp_path / "checkpoint"))
+    model = Model.of(opened.config)
+    storage = model.storage(kind)
+    convert.convert(model.weight_map, opened, storage, tmp_path)
+    wide = expect.load_params(model, storage, tmp_path / "params.irpa")
+    assert {str(param.dtype) for param in wide.values()} == {"float32"}
+    monkeypatch.setattr(expect, "WIDE_BYTES", 0)
+    stored = expect.load_params(model, storage, tmp_path / "params.irpa")
+    for name, param in stored.items():
+        np.testing.assert_array_equal(param.astype(jnp.float32), wide[name])
+    one, other = (expect.generate(model, params, [[3], [5, 7]], 6) for params in (wide, stored))
+    assert [row["generated"] for row in one] == [row["generated"] for row in other]
 
 
 # Large ones
