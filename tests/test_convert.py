@@ -14,8 +14,8 @@ from typing import Any
 
 import building
 import cases
-import ml_dtypes
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 import quantised
