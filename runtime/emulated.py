@@ -90,3 +90,7 @@ class Emulated:
     def zeros(self, dtype: str, shape: tuple[int, ...]) -> Buffer:
         """See Device.zeros."""
         return self.to_device(np.zeros(shape, _DTYPES[dtype]))
+
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> Buffer:
+        """See Device.empty."""
+        return self.zeros(dtype, shape)

@@ -191,18 +191,31 @@ class Hal:
         at = rt.HalFence.create_at
         return at(self._semaphore, self._time - 1), at(self._semaphore, self._time)
 
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> Buffer:
+        """See Device.empty."""
+        kind = DTYPES[dtype]
+        return rt.HalBufferView(self._allocate(_size(kind, shape)), shape, _ELEMENTS[kind])
+
     def zeros(self, dtype: str, shape: tuple[int, ...]) -> Buffer:
         """A zero-filled buffer, filled on the device where that is not the host."""
         kind = DTYPES[dtype]
+        size = _size(kind, shape)
+        buffer = self._allocate(size)
         if self.local:
-            return self.to_device(np.zeros(shape, kind))
-        size = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-        buffer = self._allocator.allocate_buffer(
+            buffer.fill_zero(0, size)
+        else:
+            commands = rt.HalCommandBuffer(self.device)
+            commands.fill(buffer, np.zeros(1, np.uint8), 0, size, end=True)
+            wait, signal = self._timeline()
+            self.device.queue_execute(commands, wait_semaphores=wait, signal_semaphores=signal)
+            signal.wait()
+        return rt.HalBufferView(buffer, shape, _ELEMENTS[kind])
+
+    def _allocate(self, size: int) -> Any:
+        return self._allocator.allocate_buffer(
             memory_type=_DEVICE_LOCAL, allowed_usage=self._usage, allocation_size=size
         )
-        commands = rt.HalCommandBuffer(self.device)
-        commands.fill(buffer, np.zeros(1, np.uint8), 0, size, end=True)
-        wait, signal = self._timeline()
-        self.device.queue_execute(commands, wait_semaphores=wait, signal_semaphores=signal)
-        signal.wait()
-        return rt.HalBufferView(buffer, shape, _ELEMENTS[kind])
+
+
+def _size(kind: np.dtype[Any], shape: tuple[int, ...]) -> int:
+    return int(np.prod(shape, dtype=np.int64)) * kind.itemsize

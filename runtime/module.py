@@ -57,6 +57,10 @@ class Device(Protocol):
         """A zero-filled buffer; dtype is a manifest word."""
         ...
 
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> Buffer:
+        """A buffer that is yet to be written: what is in it means nothing."""
+        ...
+
 
 def open_bundle(
     bundle: Path,
@@ -93,6 +97,7 @@ class Module:
         self.to_host = hal.to_host
         self.rows = hal.rows
         self.zeros = hal.zeros
+        self.empty = hal.empty
         self._keep = keep
         self._context = rt.VmContext(vm, modules)
         self._invoke = self._context.invoke

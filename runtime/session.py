@@ -164,8 +164,9 @@ class Session:
 
     def extract(self, slot: int) -> list[Buffer]:
         """A copy of the state of `slot`, as one-slot buffers in the manifest's order."""
-        storage = zero_state(self.device, self.manifest, 1)
-        return self.device.call("extract", [self._slot(slot), *self.state, *storage])
+        specs = self.manifest.state
+        room = [self.device.empty(spec.dtype, spec.batched(1)) for spec in specs]
+        return self.device.call("extract", [self._slot(slot), *self.state, *room])
 
     def decode(
         self,
@@ -224,9 +225,9 @@ def _fixed(manifest: Manifest, state: Sequence[Buffer]) -> list[Buffer]:
 
 
 def storage(device: Device, manifest: Manifest, slots: int) -> list[Buffer]:
-    """Buffers for the next state of `slots` slots, where it is not updated in place."""
+    """Buffers to write the next state of `slots` slots to, where it is not updated in place."""
     kept = [spec for spec in manifest.state if spec.kind == "fixed"]
-    return [device.zeros(spec.dtype, spec.batched(slots)) for spec in kept]
+    return [device.empty(spec.dtype, spec.batched(slots)) for spec in kept]
 
 
 def _i32(value: int) -> np.ndarray[Any, Any]:

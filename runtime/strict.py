@@ -8,20 +8,32 @@ import json
 import math
 import types
 import typing
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
 
 from runtime.errors import UserError
 
 T = TypeVar("T")
+Decoder = Callable[[Any], Any]
 MAX_JSON_BYTES = 256 << 20
 
 
 class _Mismatch(Exception):
-    """Where (dotted path) and what; `read` turns it into a UserError with the file's name."""
+    """What is wrong, and where (dotted path); `parse` tells it with the file's name."""
 
-    def __init__(self, where: str, problem: str) -> None:
-        super().__init__(f"{where}: {problem}" if where else problem)
+    def __init__(self, problem: str, where: str = "") -> None:
+        super().__init__(problem)
+        self.problem, self.where = problem, where
+
+    def under(self, part: str) -> _Mismatch:
+        """The same, seen from the value of which `part` (a key, or [index]) is a part."""
+        dot = "." if self.where and not self.where.startswith("[") else ""
+        return _Mismatch(self.problem, part + dot + self.where)
+
+    def __str__(self) -> str:
+        return f"{self.where}: {self.problem}" if self.where else self.problem
 
 
 def read(cls: type[T], path: Path, advice: str) -> T:
@@ -45,7 +57,7 @@ def parse(cls: type[T], text: str, name: str, advice: str) -> T:
     """As `read`, of a string; `name` stands for the file in messages."""
     try:
         value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
-        return decode(cls, value, "")
+        return _decoder(cls)(value)
     except json.JSONDecodeError as error:
         raise UserError(f"{name}: line {error.lineno}: not JSON ({error.msg}); {advice}") from error
     except RecursionError as error:
@@ -64,93 +76,126 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
-            raise _Mismatch(key, "key appears twice")
+            raise _Mismatch("key appears twice", key)
         found[key] = value
     return found
 
 
 def _no_constants(word: str) -> Any:
-    raise _Mismatch("", f"found {word}, expected finite numbers only")
+    raise _Mismatch(f"found {word}, expected finite numbers only")
 
 
-def decode(kind: Any, value: Any, where: str) -> Any:
-    """Return `value` (parsed JSON) as `kind`: a scalar type, Literal, X | None, tuple, dict or
-    dataclass, nested freely. Raises ValueError-like mismatch with the dotted path."""
+@cache
+def _decoder(kind: Any) -> Decoder:
+    """What makes a `kind` of parsed JSON, or raises _Mismatch.
+
+    Scalar types, Literal, X | None, tuples, dicts and dataclasses, nested freely. A manifest has
+    thousands of values, so types are looked at once.
+    """
     origin = typing.get_origin(kind)
     if dataclasses.is_dataclass(kind):
-        return _decode_dataclass(kind, value, where)
+        return _dataclass(kind)
     if origin in (typing.Union, types.UnionType):
-        if value is None:
-            return None
         (inner,) = [k for k in typing.get_args(kind) if k is not type(None)]
-        return decode(inner, value, where)
+        decode = _decoder(inner)
+        return lambda value: None if value is None else decode(value)
     if origin is typing.Literal:
-        options = typing.get_args(kind)
-        if type(value) not in {type(o) for o in options} or value not in options:
-            raise _wrong(where, value, " or ".join(json.dumps(o) for o in options))
-        return value
+        return _literal(typing.get_args(kind))
     if origin is tuple:
-        return _decode_tuple(typing.get_args(kind), value, where)
+        return _tuple(typing.get_args(kind))
     if origin is dict:
+        return _dict(typing.get_args(kind)[1])
+    return _scalar(kind)
+
+
+def _scalar(kind: type) -> Decoder:
+    words = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}[kind]
+
+    def decode(value: Any) -> Any:
+        if kind is float and type(value) is int:
+            value = float(value) if abs(value) < 1e300 else value
+        if type(value) is not kind or (kind is float and not math.isfinite(value)):
+            raise _wrong(value, words)
+        return value
+
+    return decode
+
+
+def _literal(options: tuple[Any, ...]) -> Decoder:
+    kinds = {type(option) for option in options}
+
+    def decode(value: Any) -> Any:
+        if type(value) not in kinds or value not in options:
+            raise _wrong(value, " or ".join(json.dumps(option) for option in options))
+        return value
+
+    return decode
+
+
+def _tuple(kinds: tuple[Any, ...]) -> Decoder:
+    repeated = kinds[-1] is Ellipsis
+    decoders = [_decoder(kind) for kind in kinds if kind is not Ellipsis]
+
+    def decode(value: Any) -> tuple[Any, ...]:
+        if not isinstance(value, list):
+            raise _wrong(value, "a list")
+        if not repeated and len(value) != len(kinds):
+            raise _wrong(value, f"a list of {len(kinds)}")
+        found: list[Any] = []
+        try:
+            for one, part in zip(
+                decoders * len(value) if repeated else decoders, value, strict=True
+            ):
+                found.append(one(part))
+        except _Mismatch as error:
+            raise error.under(f"[{len(found)}]") from None
+        return tuple(found)
+
+    return decode
+
+
+def _dict(kind: Any) -> Decoder:
+    one = _decoder(kind)
+
+    def decode(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
-            raise _wrong(where, value, "an object")
-        inner = typing.get_args(kind)[1]
-        return {k: decode(inner, v, f"{where}.{k}" if where else k) for k, v in value.items()}
-    return _decode_scalar(kind, value, where)
+            raise _wrong(value, "an object")
+        return {key: _part(one, key, part) for key, part in value.items()}
+
+    return decode
 
 
-def _decode_scalar(kind: Any, value: Any, where: str) -> Any:
-    words = {str: "a string", int: "an integer", float: "a number", bool: "true or false"}
-    if kind is float and type(value) is int:
-        value = float(value) if abs(value) < 1e300 else value
-    if type(value) is not kind or (kind is float and not math.isfinite(value)):
-        raise _wrong(where, value, words[kind])
-    return value
+def _dataclass(cls: Any) -> Decoder:
+    hints = typing.get_type_hints(cls)
+    fields = dataclasses.fields(cls)
+    decoders = {field.name: _decoder(hints[field.name]) for field in fields}
+    needed = {f.name for f in fields if f.default is dataclasses.MISSING}
+
+    def decode(value: Any) -> Any:
+        if not isinstance(value, dict):
+            raise _wrong(value, "an object")
+        missing, unknown = sorted(needed - value.keys()), sorted(value.keys() - decoders.keys())
+        if missing or unknown:
+            parts = [f"missing key {', '.join(missing)}"] if missing else []
+            parts += [f"unknown key {', '.join(unknown)}"] if unknown else []
+            raise _Mismatch("; ".join(parts))
+        found = {k: _part(one, k, value[k]) for k, one in decoders.items() if k in value}
+        try:
+            return cls(**found)
+        except ValueError as error:
+            raise _Mismatch(str(error)) from error
+
+    return decode
 
 
-def _decode_tuple(kinds: tuple[Any, ...], value: Any, where: str) -> tuple[Any, ...]:
-    if not isinstance(value, list):
-        raise _wrong(where, value, "a list")
-    if kinds[-1] is Ellipsis:
-        return tuple(decode(kinds[0], v, f"{where}[{i}]") for i, v in enumerate(value))
-    if len(value) != len(kinds):
-        raise _wrong(where, value, f"a list of {len(kinds)}")
-    pairs = zip(kinds, value, strict=True)
-    return tuple(decode(k, v, f"{where}[{i}]") for i, (k, v) in enumerate(pairs))
-
-
-def _decode_dataclass(cls: Any, value: Any, where: str) -> Any:
-    if not isinstance(value, dict):
-        raise _wrong(where, value, "an object")
-    hints = _hints(cls)
-    optional = {f.name for f in dataclasses.fields(cls) if f.default is not dataclasses.MISSING}
-    missing = sorted(set(hints) - set(value) - optional)
-    unknown = sorted(set(value) - set(hints))
-    if missing or unknown:
-        parts = [f"missing key {', '.join(missing)}"] if missing else []
-        parts += [f"unknown key {', '.join(unknown)}"] if unknown else []
-        raise _Mismatch(where, "; ".join(parts))
-    prefix = f"{where}." if where else ""
-    given = {k: kind for k, kind in hints.items() if k in value}
-    fields = {k: decode(kind, value[k], prefix + k) for k, kind in given.items()}
+def _part(decode: Decoder, key: str, value: Any) -> Any:
     try:
-        return cls(**fields)
-    except ValueError as error:
-        raise _Mismatch(where, str(error)) from error
+        return decode(value)
+    except _Mismatch as error:
+        raise error.under(key) from None
 
 
-_HINTS: dict[type, dict[str, Any]] = {}
-
-
-def _hints(cls: type) -> dict[str, Any]:
-    """Field types of a dataclass, remembered (resolving them is slow and they never change)."""
-    if cls not in _HINTS:
-        resolved = typing.get_type_hints(cls)
-        _HINTS[cls] = {f.name: resolved[f.name] for f in dataclasses.fields(cls)}
-    return _HINTS[cls]
-
-
-def _wrong(where: str, value: Any, expected: str) -> _Mismatch:
+def _wrong(value: Any, expected: str) -> _Mismatch:
     shown = json.dumps(value)
     shown = shown if len(shown) <= 60 else shown[:57] + "..."
-    return _Mismatch(where, f"found {shown}, expected {expected}")
+    return _Mismatch(f"found {shown}, expected {expected}")

@@ -116,6 +116,10 @@ class FakeDevice:
         """See Device."""
         return Buffer(np.zeros(shape, {"i32": np.int32}[dtype]))
 
+    def empty(self, dtype: str, shape: tuple[int, ...]) -> Buffer:
+        """See Device."""
+        return Buffer(np.full(shape, -1, {"i32": np.int32}[dtype]))
+
     def call(self, function: str, args: Sequence[Buffer]) -> list[Any]:
         """See Device."""
         spec = self.manifest.functions[function]

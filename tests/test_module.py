@@ -119,6 +119,8 @@ def test_arrays_go_to_the_device_and_back(device):
     for word, dtype in hal.DTYPES.items():
         found = memory.to_host(memory.zeros(word, (3, 1, 700)))
         assert found.dtype == dtype and found.shape == (3, 1, 700) and not found.any()
+        room = memory.to_host(memory.empty(word, (3, 1, 700)))
+        assert room.dtype == dtype and room.shape == (3, 1, 700)
 
 
 def test_host_copies_are_independent():
