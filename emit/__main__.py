@@ -184,7 +184,8 @@ def _expect(args: argparse.Namespace) -> None:
     from emit.shape import Shape
 
     model = Model.of(read_config_file(args.config), Shape.parse(args.shape).context)
-    params = expect.load_params(model, _storage(args, model.weight_map), args.params)
+    stored = expect.load_params(model, _storage(args, model.weight_map), args.params)
+    params = expect.widened(stored)
     if args.inputs:
         expect.expected(model, Shape.parse(args.shape), params, args.inputs, args.out)
     content = expect.reference(model, params, args.seed, args.new_tokens)

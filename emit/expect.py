@@ -29,13 +29,16 @@ WIDE_BYTES = 2 << 30  # of all parameters in float32
 
 
 def load_params(model: Model, storage: Storage, path: Path) -> dict[str, Any]:
-    """The parameters of the archive `path`: their numbers in float32, if all are few enough.
-
-    Else as they are stored, mapped. The numbers are the same, but those that are stored in fewer
-    bits would be widened in each step.
-    """
+    """The parameters of the archive `path`, as JAX arrays in their stored types, mapped."""
     found = irpa.read(path, storage.specs(model.weight_map))
-    params = params_of(model, storage, lambda tensor: jax.device_put(found[tensor.name]))
+    return params_of(model, storage, lambda tensor: jax.device_put(found[tensor.name]))
+
+
+def widened(params: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The same numbers in float32, if all of them are few enough.
+
+    Those that are stored in fewer bits would else be widened in each step.
+    """
     leaves, structure = jax.tree.flatten(params, is_leaf=lambda leaf: isinstance(leaf, Quantized))
     if 4 * sum(math.prod(leaf.shape) for leaf in leaves) > WIDE_BYTES:
         return params

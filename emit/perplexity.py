@@ -14,7 +14,7 @@ import numpy as np
 from emit.convert import convert
 from emit.entry import Model
 from emit.errors import EmitError
-from emit.expect import load_params
+from emit.expect import load_params, widened
 from emit.forms import Form, copy
 from emit.storage import How, Storage, carriable, own_word
 from emit.weights import Source, WeightMap, resolve
@@ -74,7 +74,7 @@ def of_source(
     weight_map = model.weight_map
     storage = exact(weight_map, source, resolve(weight_map, source))
     convert(weight_map, source, storage, scratch)
-    found = loss(model, load_params(model, storage, scratch / "params.irpa"), rows)
+    found = loss(model, widened(load_params(model, storage, scratch / "params.irpa")), rows)
     if not math.isfinite(found):
         raise EmitError(f"perplexity: the loss of the checkpoint is {found}; it is damaged")
     return found

@@ -240,7 +240,6 @@ def test_jax_uses_the_archive_itself(tmp_path: Path, monkeypatch: pytest.MonkeyP
         return views
 
     monkeypatch.setattr(irpa, "read", kept)
-    monkeypatch.setattr(expect, "WIDE_BYTES", 0)
     params = expect.load_params(model, storage, tmp_path / "params.irpa")
     assert len(params) == len(views) > 10
     for name, param in params.items():
@@ -255,14 +254,15 @@ def test_jax_widens_a_small_model_once(
     model = Model.of(opened.config)
     storage = model.storage(kind)
     convert.convert(model.weight_map, opened, storage, tmp_path)
-    wide = expect.load_params(model, storage, tmp_path / "params.irpa")
-    assert {str(param.dtype) for param in wide.values()} == {"float32"}
-    monkeypatch.setattr(expect, "WIDE_BYTES", 0)
     stored = expect.load_params(model, storage, tmp_path / "params.irpa")
+    wide = expect.widened(stored)
+    assert {str(param.dtype) for param in wide.values()} == {"float32"}
     for name, param in stored.items():
         np.testing.assert_array_equal(param.astype(jnp.float32), wide[name])
     one, other = (expect.generate(model, params, [[3], [5, 7]], 6) for params in (wide, stored))
     assert [row["generated"] for row in one] == [row["generated"] for row in other]
+    monkeypatch.setattr(expect, "WIDE_BYTES", 0)
+    assert expect.widened(stored) is stored
 
 
 # Large ones
