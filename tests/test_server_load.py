@@ -342,9 +342,10 @@ def between(bundle: Path, seconds: float) -> tuple[float, float, int]:
 
 
 def test_long_prompts_hold_running_requests_up_evenly(bundle: Path) -> None:
-    """p99 between tokens is at most three times the median.
+    """At p99 a token waits for one chunk of a prompt, and not for two.
 
-    What else the machine does only ever adds, so one round of five that shows it is enough.
+    A chunk of 32 tokens takes about 2.4 steps of eight rows, so one makes p99 3.4 times the median
+    and two 5.8. What else the machine does only ever adds, so one round of five is enough.
     """
     found = []
     for _ in range(5):
@@ -352,7 +353,7 @@ def test_long_prompts_hold_running_requests_up_evenly(bundle: Path) -> None:
         median, late, count = found[-1]
         print(f"median {median * 1e3:.2f} ms, p99 {late * 1e3:.2f} ms, {count} prompts")
         assert count >= 4
-        if late <= 3 * median:
+        if late <= 4.5 * median:
             return
     raise AssertionError(found)
 
