@@ -194,13 +194,18 @@ class Hal:
     def empty(self, dtype: str, shape: tuple[int, ...]) -> Buffer:
         """See Device.empty."""
         kind = DTYPES[dtype]
-        return rt.HalBufferView(self._allocate(_size(kind, shape)), shape, _ELEMENTS[kind])
+        buffer = self._allocator.allocate_buffer(
+            memory_type=_DEVICE_LOCAL,
+            allowed_usage=self._usage,
+            allocation_size=int(np.prod(shape, dtype=np.int64)) * kind.itemsize,
+        )
+        return rt.HalBufferView(buffer, shape, _ELEMENTS[kind])
 
     def zeros(self, dtype: str, shape: tuple[int, ...]) -> Buffer:
         """A zero-filled buffer, filled on the device where that is not the host."""
-        kind = DTYPES[dtype]
-        size = _size(kind, shape)
-        buffer = self._allocate(size)
+        view = self.empty(dtype, shape)
+        buffer = view.get_buffer()
+        size = buffer.byte_length()
         if self.local:
             buffer.fill_zero(0, size)
         else:
@@ -209,13 +214,4 @@ class Hal:
             wait, signal = self._timeline()
             self.device.queue_execute(commands, wait_semaphores=wait, signal_semaphores=signal)
             signal.wait()
-        return rt.HalBufferView(buffer, shape, _ELEMENTS[kind])
-
-    def _allocate(self, size: int) -> Any:
-        return self._allocator.allocate_buffer(
-            memory_type=_DEVICE_LOCAL, allowed_usage=self._usage, allocation_size=size
-        )
-
-
-def _size(kind: np.dtype[Any], shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape, dtype=np.int64)) * kind.itemsize
+        return view

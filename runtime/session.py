@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from runtime.errors import UserError
-from runtime.manifest import Manifest, prefill_name
+from runtime.manifest import Manifest, StateSpec, prefill_name
 from runtime.module import Buffer, Device
 
 Piece = tuple[int, int]  # (compiled chunk size P, valid tokens n <= P)
@@ -164,8 +164,7 @@ class Session:
 
     def extract(self, slot: int) -> list[Buffer]:
         """A copy of the state of `slot`, as one-slot buffers in the manifest's order."""
-        specs = self.manifest.state
-        room = [self.device.empty(spec.dtype, spec.batched(1)) for spec in specs]
+        room = _room(self.device, self.manifest.state, 1)
         return self.device.call("extract", [self._slot(slot), *self.state, *room])
 
     def decode(
@@ -226,8 +225,11 @@ def _fixed(manifest: Manifest, state: Sequence[Buffer]) -> list[Buffer]:
 
 def storage(device: Device, manifest: Manifest, slots: int) -> list[Buffer]:
     """Buffers to write the next state of `slots` slots to, where it is not updated in place."""
-    kept = [spec for spec in manifest.state if spec.kind == "fixed"]
-    return [device.empty(spec.dtype, spec.batched(slots)) for spec in kept]
+    return _room(device, [spec for spec in manifest.state if spec.kind == "fixed"], slots)
+
+
+def _room(device: Device, specs: Sequence[StateSpec], slots: int) -> list[Buffer]:
+    return [device.empty(spec.dtype, spec.batched(slots)) for spec in specs]
 
 
 def _i32(value: int) -> np.ndarray[Any, Any]:

@@ -51,7 +51,7 @@ def test_linear_is_the_float64_product(level: str, kind: str) -> None:
         y = np.full((rows, outputs), np.nan, np.float32)
         sizes = (rows, inputs, outputs, tiles)
         got = kernels.run(
-            level, f"linear_{kind}", [x, weight, y], sizes, tiles * -(-rows // linear.ROWS)
+            level, f"linear_{kind}", [x, weight, y], sizes, tiles * linear.parts_of_rows(rows)
         )
         want, magnitude = product(x, weight)
         np.testing.assert_array_less(np.abs(got[2] - want), 1e-6 * magnitude + 1e-30)

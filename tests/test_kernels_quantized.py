@@ -98,7 +98,7 @@ def test_codes_are_multiplied_as_the_numbers_they_are(level: str, kind: str) -> 
         tiles = linear.tile_count(rows, outputs, 1 << 15)
         arrays = [x, *map(np.asarray, found.arrays), y]
         sizes = (rows, inputs, outputs, tiles, *found.sizes)
-        calls = tiles * -(-rows // linear.ROWS)
+        calls = tiles * linear.parts_of_rows(rows)
         got = kernels.run(level, f"linear_{found.kind}", arrays, sizes, calls)
         close(got[-1], x, packed.widen())
 
@@ -142,7 +142,7 @@ def test_experts_are_those_of_the_index(level: str, kind: str) -> None:
         sizes = (rows, inputs, outputs, tiles, *found.sizes, share)
         arrays = [x, *map(np.asarray, found.arrays), index, y]
         name = f"experts_{found.kind}"
-        calls = tiles * -(-rows // linear.ROWS) * len(index)
+        calls = tiles * linear.parts_of_rows(rows) * len(index)
         got = kernels.run(level, name, arrays, sizes, calls)[-1]
         close(got, np.repeat(x, share, axis=0), wide[index])
 

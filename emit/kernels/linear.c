@@ -50,6 +50,7 @@ INLINE vf of_word_f16(vf word, int j) {
 }
 
 // wide[k][o] = w[o][k], a block of `count` inputs of BLOCK_O outputs; zeros beyond the last output.
+// Whole vectors of words have a loop of known length, which stays in registers.
 #define PACK(NAME, TYPE)                                                                           \
   INLINE void pack_##NAME(const TYPE *w, float *wide, size_t K, size_t count, size_t outputs) {    \
     enum { PER = 4 / sizeof(TYPE), STEP = LANES * PER };                                           \

@@ -71,6 +71,11 @@ def tile_count(rows: int, outputs: int, row_bytes: int, most: int = TILES[0]) ->
     return next((tiles for tiles in TILES if tiles <= most), 1)
 
 
+def parts_of_rows(rows: int) -> int:
+    """Into how many parts rows are cut, each with tiles of its own; as in product.h."""
+    return -(-rows // ROWS)
+
+
 def linear(x: Array, weight: Weight, bias: Array | None = None) -> Array | None:
     """`nn.linear` by a kernel."""
     found = operand(weight) if weight.ndim == 2 and x.ndim == 3 else None
@@ -83,7 +88,7 @@ def linear(x: Array, weight: Weight, bias: Array | None = None) -> Array | None:
         [x.reshape(rows, inputs), *found.arrays],
         [((rows, outputs), jnp.float32)],
         [rows, inputs, outputs, tiles, *found.sizes],
-        tiles * -(-rows // ROWS),
+        tiles * parts_of_rows(rows),
     )
     y = y.reshape(*x.shape[:2], outputs)
     return y if bias is None else y + bias
@@ -104,6 +109,6 @@ def experts(x: Array, stack: Weight, index: Array) -> Array | None:
         [x, *found.arrays, index],
         [((pairs, rows, outputs), jnp.float32)],
         [rows, inputs, outputs, tiles, *found.sizes, pairs // count],
-        pairs * tiles * -(-rows // ROWS),
+        pairs * tiles * parts_of_rows(rows),
     )
     return y
