@@ -26,6 +26,9 @@ from emit.storage import Storage
 PROMPT_LENGTHS = (1, 3, 9, 19, 40)
 TOP = 8
 WIDE_BYTES = 2 << 30  # of all parameters in float32
+SHAKE = np.float32(2**-22)  # twice the distance of two float32 numbers, at most
+SMALL = 1 << 20  # elements
+TINY = np.finfo(np.float32).tiny
 
 
 def load_params(model: Model, storage: Storage, path: Path) -> dict[str, Any]:
@@ -45,13 +48,30 @@ def widened(params: Mapping[str, Any]) -> Mapping[str, Any]:
     return jax.tree.unflatten(structure, [leaf.astype(jnp.float32) for leaf in leaves])
 
 
+def shaken(params: Mapping[str, Any], seed: int) -> Mapping[str, Any]:
+    """The same parameters, but that each number of a small float32 tensor is `SHAKE` more or less
+    of itself, the sign at random: norms, biases, decays, which each layer's numbers go through."""
+    rng = np.random.default_rng(seed)
+
+    def shake(leaf: Any) -> Any:
+        if leaf.dtype != jnp.float32 or leaf.size > SMALL:
+            return leaf
+        return leaf * (1 + SHAKE * rng.choice(np.array([-1, 1], np.float32), leaf.shape))
+
+    return jax.tree.map(shake, params)
+
+
 def expected(
-    model: Model, shape: Shape, params: Mapping[str, Any], inputs: Path, out: Path
-) -> None:
+    model: Model, shape: Shape, params: Mapping[str, Any], inputs: Path, out: Path, seed: int
+) -> dict[str, float]:
     """Run each entry on `inputs`/<call>.npz, write `out`/<call>.npz (arrays by output name).
 
-    The calls of an entry are named as itself, or that and `@<number>`.
+    The calls of an entry are named as itself, or that and `@<number>`. Returns how far, relative
+    as in the proof, `logits` and `state` moved at most with `shaken` parameters: how far apart
+    two right ways to compute them may be expected to come, but for a factor.
     """
+    moved = {"logits": 0.0, "state": 0.0}
+    other = shaken(params, seed)
     for entry in entries(model, shape):
         run = jax.jit(entry.fn)
         for path in sorted(inputs.glob(f"{entry.name}*.npz")):
@@ -60,11 +80,21 @@ def expected(
             with np.load(path) as given:
                 arrays = [given[name] for name, _ in entry.inputs]
             results = run(params if entry.uses_params else {}, *arrays)
-            named = {
-                name: np.asarray(result)
-                for (name, _), result in zip(entry.outputs, results, strict=True)
-            }
+            names = [name for name, _ in entry.outputs]
+            named = {n: np.asarray(r) for n, r in zip(names, results, strict=True)}
             np.savez(out / path.name, allow_pickle=False, **named)
+            if not entry.uses_params:
+                continue
+            for name, result in zip(names, run(other, *arrays), strict=True):
+                if name != "argmax":
+                    key = "logits" if name == "logits" else "state"
+                    moved[key] = max(moved[key], _distance(np.asarray(result), named[name]))
+    return moved
+
+
+def _distance(found: np.ndarray, wanted: np.ndarray) -> float:
+    """Largest difference over the largest magnitude."""
+    return float(np.max(np.abs(found - wanted)) / max(np.max(np.abs(wanted)), TINY))
 
 
 def prompts(vocab_size: int, seed: int, room: float = math.inf) -> list[list[int]]:

@@ -4,8 +4,6 @@ This module both reads and writes manifest.json. Canonical form: sorted keys, in
 trailing newline; no times, hosts or absolute paths, so that the same inputs give the same bytes.
 """
 
-from __future__ import annotations
-
 import functools
 import hashlib
 import math
@@ -30,7 +28,7 @@ def byte_size(dtype: str, shape: Sequence[int]) -> int:
     return DTYPE_BYTES[dtype] * math.prod(shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorSpec:
     """Name, dtype and shape: an argument or result of a function."""
 
@@ -47,7 +45,7 @@ class TensorSpec:
         return byte_size(self.dtype, self.shape)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class FunctionSpec:
     """Inputs and outputs in the order they were compiled in."""
 
@@ -55,7 +53,7 @@ class FunctionSpec:
     outputs: tuple[TensorSpec, ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class StateSpec:
     """One named state tensor of ONE slot: `shape[slot_axis]` is 1 and becomes B in decode."""
 
@@ -83,7 +81,7 @@ class StateSpec:
         return (*self.shape[: self.slot_axis], slots, *self.shape[self.slot_axis + 1 :])
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class ParamSpec(TensorSpec):
     """One parameter; random values of it are `offset + scale * standard normal`."""
 

@@ -77,6 +77,14 @@ class Perplexity:
 
 
 @dataclass(frozen=True)
+class Sensitivity:
+    """How far outputs moved, relative to their largest, when small parameters moved by 2^-22."""
+
+    logits: float
+    state: float
+
+
+@dataclass(frozen=True)
 class Reference:
     """The file."""
 
@@ -84,6 +92,7 @@ class Reference:
     oracle: Oracle
     prompts: tuple[Prompt, ...]
     entries: Entries | None
+    sensitivity: Sensitivity | None = None
     perplexity: Perplexity | None = None
 
     def __post_init__(self) -> None:

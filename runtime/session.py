@@ -109,14 +109,21 @@ class Prefill:
 
 
 class Session:
-    """The slots of one module and their state."""
+    """The slots of one module and their state.
+
+    Several slots have their memory from the beginning, so that a device that has too little says
+    so at once. A single one gets it when it is asked for: mostly that of its first prefill.
+    """
 
     def __init__(self, device: Device, manifest: Manifest) -> None:
         """All slots start with zero state."""
         self.device = device
         self.manifest = manifest
         self.slots = manifest.shape.slots
-        self._state: list[Buffer] | None = zero_state(device, manifest, self.slots)
+        self._lost = False
+        self._state: list[Buffer] | None = None
+        if self.slots > 1:
+            self._state = zero_state(device, manifest, self.slots)
         self._spare = storage(device, manifest, self.slots)
         self._zeros: list[Buffer] | None = None
         self._private: Prefill | None = None
@@ -149,7 +156,10 @@ class Session:
         work = work or self._private
         if work is None:
             raise ValueError("nothing to admit: prefill first")
-        self.seed(slot, work.take())
+        if self.slots == 1 and slot == 0:
+            self._state, self._lost = work.take(), False
+        else:
+            self.seed(slot, work.take())
         self._private = None
 
     def seed(self, slot: int, state: list[Buffer]) -> None:
@@ -186,8 +196,10 @@ class Session:
     @property
     def state(self) -> list[Buffer]:
         """State buffers of all slots; valid until the next call that changes state."""
-        if self._state is None:
+        if self._lost:
             raise ValueError("the state was lost in a call that failed")
+        if self._state is None:
+            self._state = zero_state(self.device, self.manifest, self.slots)
         return self._state
 
     def _step(self, function: str, arguments: list[Buffer]) -> list[Buffer]:
@@ -195,8 +207,9 @@ class Session:
 
         What a call that fails leaves of either set is unknown: the state is then lost.
         """
-        state, self._state = self.state, None
+        state, self._state, self._lost = self.state, None, True
         found = self.device.call(function, [*arguments, *self._spare])
+        self._lost = False
         count = len(found) - len(state)
         self._state, self._spare = found[count:], _fixed(self.manifest, state)
         return found[:count]

@@ -3,12 +3,14 @@ unless its field has a default."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import gc
 import json
 import math
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,14 +58,28 @@ def read(cls: type[T], path: Path, advice: str) -> T:
 def parse(cls: type[T], text: str, name: str, advice: str) -> T:
     """As `read`, of a string; `name` stands for the file in messages."""
     try:
-        value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
-        return _decoder(cls)(value)
+        with _uncollected():
+            value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
+            return _decoder(cls)(value)
     except json.JSONDecodeError as error:
         raise UserError(f"{name}: line {error.lineno}: not JSON ({error.msg}); {advice}") from error
     except RecursionError as error:
         raise UserError(f"{name}: nested too deeply to be real; {advice}") from error
     except (_Mismatch, ValueError) as error:
         raise UserError(f"{name}: {error}; {advice}") from error
+
+
+@contextlib.contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage collection: tens of thousands of new objects would call for it again and again,
+    and it would look through all that was imported, twice the time of the rest."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def dumps(value: Any) -> str:
@@ -73,11 +89,10 @@ def dumps(value: Any) -> str:
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in pairs:
-        if key in found:
-            raise _Mismatch("key appears twice", key)
-        found[key] = value
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [key for key, _ in pairs]
+        raise _Mismatch("key appears twice", next(k for k in names if names.count(k) > 1))
     return found
 
 
@@ -135,17 +150,19 @@ def _literal(options: tuple[Any, ...]) -> Decoder:
 def _tuple(kinds: tuple[Any, ...]) -> Decoder:
     repeated = kinds[-1] is Ellipsis
     decoders = [_decoder(kind) for kind in kinds if kind is not Ellipsis]
+    plain = {kinds[0]} if repeated and kinds[0] in (int, str) else None
 
     def decode(value: Any) -> tuple[Any, ...]:
         if not isinstance(value, list):
             raise _wrong(value, "a list")
         if not repeated and len(value) != len(kinds):
             raise _wrong(value, f"a list of {len(kinds)}")
+        if plain is not None and set(map(type, value)) == plain:
+            return tuple(value)
         found: list[Any] = []
+        each = decoders * len(value) if repeated else decoders
         try:
-            for one, part in zip(
-                decoders * len(value) if repeated else decoders, value, strict=True
-            ):
+            for one, part in zip(each, value, strict=True):
                 found.append(one(part))
         except _Mismatch as error:
             raise error.under(f"[{len(found)}]") from None
@@ -160,7 +177,7 @@ def _dict(kind: Any) -> Decoder:
     def decode(value: Any) -> dict[str, Any]:
         if not isinstance(value, dict):
             raise _wrong(value, "an object")
-        return {key: _part(one, key, part) for key, part in value.items()}
+        return _parts(value, ((key, one) for key in value))
 
     return decode
 
@@ -174,12 +191,9 @@ def _dataclass(cls: Any) -> Decoder:
     def decode(value: Any) -> Any:
         if not isinstance(value, dict):
             raise _wrong(value, "an object")
-        missing, unknown = sorted(needed - value.keys()), sorted(value.keys() - decoders.keys())
-        if missing or unknown:
-            parts = [f"missing key {', '.join(missing)}"] if missing else []
-            parts += [f"unknown key {', '.join(unknown)}"] if unknown else []
-            raise _Mismatch("; ".join(parts))
-        found = {k: _part(one, k, value[k]) for k, one in decoders.items() if k in value}
+        if value.keys() != decoders.keys():
+            _check_keys(value, needed, decoders)
+        found = _parts(value, ((k, one) for k, one in decoders.items() if k in value))
         try:
             return cls(**found)
         except ValueError as error:
@@ -188,11 +202,23 @@ def _dataclass(cls: Any) -> Decoder:
     return decode
 
 
-def _part(decode: Decoder, key: str, value: Any) -> Any:
+def _check_keys(value: dict[str, Any], needed: set[str], known: Collection[str]) -> None:
+    missing, unknown = sorted(needed - value.keys()), sorted(value.keys() - set(known))
+    parts = [f"missing key {', '.join(missing)}"] if missing else []
+    parts += [f"unknown key {', '.join(unknown)}"] if unknown else []
+    if parts:
+        raise _Mismatch("; ".join(parts))
+
+
+def _parts(value: dict[str, Any], decoders: Iterable[tuple[str, Decoder]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    key = ""
     try:
-        return decode(value)
+        for key, one in decoders:
+            found[key] = one(value[key])
     except _Mismatch as error:
         raise error.under(key) from None
+    return found
 
 
 def _wrong(value: Any, expected: str) -> _Mismatch:

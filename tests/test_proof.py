@@ -39,7 +39,7 @@ from runtime.probe import Check, whole_error
 
 pytestmark = pytest.mark.iree
 LAYERS = 3  # of the tiny checkpoint
-BASE, PER_LAYER = proof.TOLERANCE["f32"]
+BASE, PER_LAYER = proof.TOLERANCE
 LIMIT = round(BASE + LAYERS * PER_LAYER, 9)
 HANDED = Path(__file__).parent / "data" / "miscompile"
 FUSION = "--iree-dispatch-creation-enable-aggressive-fusion"
@@ -141,9 +141,9 @@ def test_the_same_graph_compiled_right_is_accepted(tmp_path: Path) -> None:
 # Our own: a graph that differs a little from the one JAX ran -------------------------------------
 
 
-def honest_stages(place: Place, kernels: bool = False) -> Stages:
-    """The stages of the place's build; its target has no safe flags."""
-    model = resolve_model(str(place.work / "tiny"))
+def honest_stages(place: Place, kernels: bool = False, name: str = "tiny") -> Stages:
+    """The stages of the build of one of the place's models; its target has no safe flags."""
+    model = resolve_model(str(place.work / name))
     recipe = replace(resolve_target("cpu"), safe_flags=())
     shape = resolve_shape(building.SHAPE, model)
     job = Job(model, recipe, shape, lambda own: "f32", params=True, proof=True, kernels=kernels)
@@ -364,6 +364,26 @@ def test_an_entry_whose_kernels_are_wrong_goes_without_them(
     assert (set(done.kernels["functions"]) if done.kernels else set()) == kept
     again = proof.compile_and_prove(stages, partial(bundle._write, stages))
     assert again.module == done.module and "proof failed" not in capfd.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_model_that_amplifies_is_allowed_what_it_amplifies(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Attention scores of some hundreds: a right module is off by more than the least bound."""
+    directory = place.work / "loud"
+    shutil.copytree(HANDED.parent / "falcon_h1" / "checkpoint", directory)
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"key_multiplier": 300.0}))
+    stages = honest_stages(place, name="loud")
+    done = proof.compile_and_prove(stages, partial(bundle._write, stages))
+    assert done.status == "passed"
+    bound = proof.tolerance(stages)
+    assert LIMIT < bound["state"] < proof.MOST, bound
+    monkeypatch.setattr(proof, "SHAKES", 0.0)
+    assert proof.tolerance(stages) == {"logits": LIMIT, "state": LIMIT}
+    with pytest.raises(UserError, match=f"relative error .*allowed {LIMIT:g}"):
+        proof.compile_and_prove(stages, partial(bundle._write, stages))
 
 
 # Flags -------------------------------------------------------------------------------------------
