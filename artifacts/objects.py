@@ -17,11 +17,10 @@ from artifacts.tools import versions
 FOLDER = ROOT / "emit" / "kernels"
 SUFFIXES = (".c", ".h", ".inc")
 # The widest level first, with the /proc/cpuinfo names of what its code uses.
+AVX512 = frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "fma", "f16c"})
 LEVELS: dict[str, tuple[str, frozenset[str]]] = {
-    "x86-64-v4": (
-        "x86_64",
-        frozenset({"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl", "fma", "f16c"}),
-    ),
+    "x86-64-v4-vnni": ("x86_64", AVX512 | {"avx512_vnni"}),
+    "x86-64-v4": ("x86_64", AVX512),
     "x86-64-v3": ("x86_64", frozenset({"avx2", "bmi1", "bmi2", "fma", "f16c", "movbe", "abm"})),
     "aarch64": ("aarch64", frozenset()),
 }

@@ -6,15 +6,16 @@
 // row of the part.
 #include "product.h"
 
-// acc[r][m] = sum of w[r] x[m] over all of K, for R weight rows and M rows of x. The R rows after
-// these are read next.
+// acc[r][m] = sum of w[r] x[m] over all of K, for R weight rows and M rows of x. What is
+// read soon after these rows is asked for.
 #define FEW(NAME, TYPE)                                                                            \
   INLINE void few_##NAME(const float *x, const TYPE *w, float *y, size_t K, size_t O, const int R, \
                          const int M) {                                                            \
     vf acc[8][MOST_ROWS];                                                                          \
     for (int r = 0; r < R; r++)                                                                    \
       for (int m = 0; m < M; m++) acc[r][m] = zero();                                              \
-    const size_t whole = K / LANES * LANES, next = R * K;                                          \
+    const size_t whole = K / LANES * LANES;                                                        \
+    const size_t next = bytes_ahead(K * sizeof(TYPE), R) / sizeof(TYPE);                           \
     for (size_t k = 0; k < whole; k += LANES) {                                                    \
       vf wide[8];                                                                                  \
       for (int r = 0; r < R; r++) {                                                                \

@@ -8,6 +8,7 @@
 //
 // A byte holds two codes of four bits, the low one of an even input and the high one of the odd input
 // after it.
+#include "integers.h"
 #include "product.h"
 #include "quantized.h"
 
@@ -27,6 +28,7 @@ typedef struct {
 
 #define NAME(x) x##_q4_f32_none
 #define BITS 4
+#define SIGNED 0
 #define SCALE splat_f32
 #define SCALES some_f32
 #define SCALE_BYTES 4
@@ -35,6 +37,7 @@ typedef struct {
 
 #define NAME(x) x##_q4_f32_bias
 #define BITS 4
+#define SIGNED 0
 #define SCALE splat_f32
 #define SCALES some_f32
 #define SCALE_BYTES 4
@@ -43,6 +46,7 @@ typedef struct {
 
 #define NAME(x) x##_q4_f32_zero
 #define BITS 4
+#define SIGNED 0
 #define SCALE splat_f32
 #define SCALES some_f32
 #define SCALE_BYTES 4
@@ -87,6 +91,7 @@ typedef struct {
 
 #define NAME(x) x##_q4_bf16_none
 #define BITS 4
+#define SIGNED 0
 #define SCALE splat_bf16
 #define SCALES some_bf16
 #define SCALE_BYTES 2
@@ -95,6 +100,7 @@ typedef struct {
 
 #define NAME(x) x##_q4_bf16_bias
 #define BITS 4
+#define SIGNED 0
 #define SCALE splat_bf16
 #define SCALES some_bf16
 #define SCALE_BYTES 2
@@ -103,6 +109,7 @@ typedef struct {
 
 #define NAME(x) x##_q4_bf16_zero
 #define BITS 4
+#define SIGNED 0
 #define SCALE splat_bf16
 #define SCALES some_bf16
 #define SCALE_BYTES 2
@@ -147,6 +154,7 @@ typedef struct {
 
 #define NAME(x) x##_q4_f16_none
 #define BITS 4
+#define SIGNED 0
 #define SCALE splat_f16
 #define SCALES some_f16
 #define SCALE_BYTES 2
@@ -155,6 +163,7 @@ typedef struct {
 
 #define NAME(x) x##_q4_f16_bias
 #define BITS 4
+#define SIGNED 0
 #define SCALE splat_f16
 #define SCALES some_f16
 #define SCALE_BYTES 2
@@ -163,6 +172,7 @@ typedef struct {
 
 #define NAME(x) x##_q4_f16_zero
 #define BITS 4
+#define SIGNED 0
 #define SCALE splat_f16
 #define SCALES some_f16
 #define SCALE_BYTES 2

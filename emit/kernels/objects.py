@@ -16,6 +16,10 @@ LEVELS = {
         *("-target", "x86_64-linux-gnu", "-mcpu=x86_64_v4"),
         "-mprefer-vector-width=512",
     ),
+    "x86-64-v4-vnni": (
+        *("-target", "x86_64-linux-gnu", "-mcpu=x86_64_v4+avx512vnni"),
+        "-mprefer-vector-width=512",
+    ),
     "aarch64": ("-target", "aarch64-linux-gnu", "-mcpu=generic", "-ffixed-x18"),
 }
 # Freestanding: a module's executables have no libc. Hidden symbols, or aarch64 goes through a table

@@ -12,6 +12,13 @@ enum { BLOCK_O = VECTORS * LANES };
 // Weight rows that are multiplied with M rows of x at a time.
 #define TOGETHER(M) (SUMS / (M) > 8 ? 8 : SUMS / (M) < 1 ? 1 : SUMS / (M))
 
+// How far from a row of weights are those that are asked for while it is read, R rows at a time: what
+// memory gives in the time that it takes to answer, and more.
+enum { AHEAD = 8192 };
+INLINE size_t bytes_ahead(size_t row_bytes, size_t R) {
+  return (AHEAD / row_bytes > R ? AHEAD / row_bytes : R) * row_bytes;
+}
+
 // What tile number `tile` computes of y[M, O]: `tiles` of them share a part of the rows, which is
 // small enough for a cache, and each has as many units of outputs as the others, give or take one.
 enum { UNIT_OF_FEW = 8, UNIT_OF_MANY = 64, ROWS_TOGETHER = 192 };
