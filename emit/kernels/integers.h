@@ -1,11 +1,11 @@
 // One row of x as integers of 22 bits, so that products with codes are sums of byte products
 // (AVX-512 VNNI), which have no rounding: a third of the work of widening each code to a float.
 //
-// x[k] = S n[k], |n| < 2^21, with an S for each chunk of codes that fill a vector: no more than
-// 2^-21 of the chunk's largest is lost. n = 2^14 a + 2^7 b + c, a with a sign. A code counts
-// from its middle (`center`), or what a group's offset takes away would cost digits:
-//     sum (u - center) n = ((sum u a) 2^7 + sum u b) 2^7 + sum u c - center sum n,
-// modulo 2^32, of which only the last has to fit.
+// x[k] = S n[k], |n| <= 127 2^14, with an S for each chunk of codes that fill a vector: no more than
+// 2^-21 of the chunk's largest is lost. n = 2^14 a + 2^7 b + c, a with a sign. A code u counts from an
+// integer z of its group, next to where its number is 0, or the offset would cancel digits:
+//     sum (u - z) n = ((sum u a) 2^7 + sum u b) 2^7 + sum u c - z sum n,
+// modulo 2^32, of which only the last has to fit: 4 255 127 2^14 < 2^31.
 #pragma once
 #include "quantized.h"
 
@@ -14,7 +14,7 @@
 enum { WHOLE_BYTES = 64, MOST_CHUNKS = 256, MOST_PRODUCTS = 16384, LEAST_GROUP = 32 };
 typedef struct {
   __m512i digits[MOST_PRODUCTS / WHOLE_BYTES][3];  // of even inputs, then of odd if codes have 4 bits
-  vi start[MOST_CHUNKS];                           // - center sum n, for the four bytes of a lane
+  vi sum[MOST_CHUNKS];                             // of n, for the bytes of a lane
   float scale[MOST_CHUNKS];
   uint32_t group[MOST_CHUNKS][4];  // of four lanes, modulo LANES, in each byte
   float sums[MOST_PRODUCTS / LEAST_GROUP + LANES];  // of x, a group each
@@ -48,18 +48,18 @@ INLINE void digits_of(const vi n[4], __m512i digits[3]) {
   }
 }
 
-// Codes as bytes: their number is unit (u - center) + off, before scale and offset.
+// Codes as bytes u: what they stand for is unit (u - z).
 typedef struct {
-  int center, looked_up;
+  int looked_up;
   __m512i table;
-  vf unit, off;
-} middle;
+  float unit;
+  vi z;
+} bytes_as;
 
 // 0 if the numbers of the codes are not halves of small integers. `numbers` are those of 4 bits.
-INLINE int middle_of(vf numbers, const int bits, middle *to) {
+INLINE int bytes_as_integers(vf numbers, const int bits, const int is_signed, bytes_as *to) {
   const vf count = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const int center = 1 << (bits - 1);
-  *to = (middle){center, 0, _mm512_setzero_si512(), splat(1.0f), splat((float)center)};
+  *to = (bytes_as){0, _mm512_setzero_si512(), 1.0f, (vi)(is_signed ? 128 : 0)};
   if (bits == 8 || _mm512_cmp_ps_mask((__m512)numbers, (__m512)count, _CMP_EQ_OQ) == 0xFFFF)
     return 1;
   const vi twice = __builtin_convertvector(numbers * 2.0f, vi);
@@ -69,8 +69,18 @@ INLINE int middle_of(vf numbers, const int bits, middle *to) {
       _mm512_cmp_ps_mask((__m512)size, _mm512_set1_ps(31.0f), _CMP_LE_OQ) != 0xFFFF)
     return 0;
   const __m128i bytes = _mm512_cvtepi32_epi8((__m512i)(twice + 64));
-  *to = (middle){64, 1, _mm512_broadcast_i32x4(bytes), splat(0.5f), zero()};
+  *to = (bytes_as){1, _mm512_broadcast_i32x4(bytes), 0.5f, (vi)(64)};
   return 1;
+}
+
+// The z of groups of these scales and biases, and what is then left of the biases.
+INLINE vi z_of_bias(vf scale, vf bias, const bytes_as *as, vf *rest) {
+  const vf inverse = (vf)_mm512_rcp14_ps((__m512)(scale * splat(as->unit)));
+  const vi near = (vi)_mm512_cvtps_epi32((__m512)(-bias * inverse)) + as->z;
+  const __m512i least = _mm512_max_epi32((__m512i)near, _mm512_setzero_si512());
+  const vi z = (vi)_mm512_min_epi32(least, _mm512_set1_epi32(255));
+  *rest = __builtin_convertvector(z - as->z, vf) * (scale * splat(as->unit)) + bias;
+  return z;
 }
 
 INLINE vf part_of_x(const float *x, size_t k, size_t K) {
@@ -107,8 +117,7 @@ INLINE float integers_of_chunk(const float *x, size_t k, size_t K, __m512i (*dig
 }
 
 // `phases` is the number of codes in a byte.
-INLINE void integers_of(const float *x, size_t K, size_t group, int center, integers *to,
-                        const int phases) {
+INLINE void integers_of(const float *x, size_t K, size_t group, integers *to, const int phases) {
   const size_t codes = WHOLE_BYTES * phases, quad = 16 * phases;  // codes of a chunk, of four lanes
   const __m512i ones[2] = {_mm512_set1_epi8(1), _mm512_set1_epi8(1)};
   size_t of = 0, left = group;
@@ -118,7 +127,7 @@ INLINE void integers_of(const float *x, size_t K, size_t group, int center, inte
     __m512i (*digits)[3] = to->digits + c * phases;
     const float scale = integers_of_chunk(x, c * codes, K, digits, phases);
     const vi sums = products(digits, ones, phases);
-    to->start[c] = -center * sums;
+    to->sum[c] = sums;
     to->scale[c] = scale;
     vf each = __builtin_convertvector(sums, vf) * splat(scale);
     each += __builtin_shufflevector(each, each, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14);

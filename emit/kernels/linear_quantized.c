@@ -12,6 +12,8 @@
 #include "product.h"
 #include "quantized.h"
 
+enum { MOST_APART = 12288 };  // inputs of all rows that are put in another order at a time
+
 // Weight rows at a time; each keeps its sixteen numbers in registers, too.
 #if LANES == 8
 #define TOGETHER_CODES(M) ((M) > 2 ? 1 : 2)

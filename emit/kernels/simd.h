@@ -16,6 +16,7 @@
 // nobody fills.
 #define EXPORT void
 #define INLINE static inline __attribute__((always_inline))
+#define APART __attribute__((noinline))  // its arrays are not on the stack of who calls it
 
 #if defined(__AVX512F__)
 #define LANES 16
