@@ -44,6 +44,7 @@ SHAKES = 6.0
 MOST = 1e-3  # whatever moves
 EMULATED = "uncaught target signal"  # what qemu says when the program under it crashes
 
+
 @dataclass(frozen=True)
 class Compiled:
     """A module that passed, or could not be or was not asked to be run here."""

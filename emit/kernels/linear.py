@@ -16,7 +16,7 @@ MOST_ROWS = 8  # as in product.h: up to so many rows, the weights are read in th
 # Workers take eight tiles at a time where there are eight for each, else one. Two to four share
 # these numbers evenly; of 48, four would get 16, 16, 8 and 8.
 TILES = (96, 16, 8, 4, 2, 1)
-TILE_BYTES = 32 << 10  # of weights: some microseconds
+TILE_BYTES = 96 << 10  # of weights: beside them, what a tile begins with is little
 UNITS = (8, 64)  # of outputs, that a tile has a number of: for few and many rows, as in product.h
 ROWS = 192  # of a tile, at most, as in product.h
 CODES = 32  # a group of quantised inputs is a multiple of it

@@ -30,7 +30,6 @@ typedef struct {
 
 #define NAME(x) x##_q4_f32_none
 #define BITS 4
-#define SIGNED 0
 #define SCALE splat_f32
 #define SCALES some_f32
 #define SCALE_BYTES 4
@@ -39,7 +38,6 @@ typedef struct {
 
 #define NAME(x) x##_q4_f32_bias
 #define BITS 4
-#define SIGNED 0
 #define SCALE splat_f32
 #define SCALES some_f32
 #define SCALE_BYTES 4
@@ -48,7 +46,6 @@ typedef struct {
 
 #define NAME(x) x##_q4_f32_zero
 #define BITS 4
-#define SIGNED 0
 #define SCALE splat_f32
 #define SCALES some_f32
 #define SCALE_BYTES 4
@@ -93,7 +90,6 @@ typedef struct {
 
 #define NAME(x) x##_q4_bf16_none
 #define BITS 4
-#define SIGNED 0
 #define SCALE splat_bf16
 #define SCALES some_bf16
 #define SCALE_BYTES 2
@@ -102,7 +98,6 @@ typedef struct {
 
 #define NAME(x) x##_q4_bf16_bias
 #define BITS 4
-#define SIGNED 0
 #define SCALE splat_bf16
 #define SCALES some_bf16
 #define SCALE_BYTES 2
@@ -111,7 +106,6 @@ typedef struct {
 
 #define NAME(x) x##_q4_bf16_zero
 #define BITS 4
-#define SIGNED 0
 #define SCALE splat_bf16
 #define SCALES some_bf16
 #define SCALE_BYTES 2
@@ -156,7 +150,6 @@ typedef struct {
 
 #define NAME(x) x##_q4_f16_none
 #define BITS 4
-#define SIGNED 0
 #define SCALE splat_f16
 #define SCALES some_f16
 #define SCALE_BYTES 2
@@ -165,7 +158,6 @@ typedef struct {
 
 #define NAME(x) x##_q4_f16_bias
 #define BITS 4
-#define SIGNED 0
 #define SCALE splat_f16
 #define SCALES some_f16
 #define SCALE_BYTES 2
@@ -174,7 +166,6 @@ typedef struct {
 
 #define NAME(x) x##_q4_f16_zero
 #define BITS 4
-#define SIGNED 0
 #define SCALE splat_f16
 #define SCALES some_f16
 #define SCALE_BYTES 2

@@ -9,8 +9,8 @@ enum { VECTORS = 2, SUMS = 10 };  // of 16 registers
 enum { VECTORS = 4, SUMS = 24 };  // of 32 registers
 #endif
 enum { BLOCK_O = VECTORS * LANES };
-// Weight rows that are multiplied with M rows of x at a time.
-#define TOGETHER(M) (SUMS / (M) > 8 ? 8 : SUMS / (M) < 1 ? 1 : SUMS / (M))
+// Weight rows that are multiplied with M rows of x at a time; of more than four, memory gives less.
+#define TOGETHER(M) (SUMS / (M) > 4 ? 4 : SUMS / (M) < 1 ? 1 : SUMS / (M))
 
 // How far from a row of weights are those that are asked for while it is read, R rows at a time: what
 // memory gives in the time that it takes to answer, and more.
