@@ -1,16 +1,24 @@
-"""tokenizer.json of a GGUF file whose `tokenizer.ggml.model` is `gpt2`: byte pairs by merges.
+"""The tokenizer of a GGUF file whose `tokenizer.ggml.model` is `gpt2`: byte pairs by merges.
 
 `tokenizer.ggml.pre` names how a text is cut before its bytes are merged. Cuts and normalization are
 those of the published tokenizers that llama.cpp's conversion gives the name to; its own reader
 leaves out NFC, and matches some classes of characters more coarsely.
+
+It becomes tokenizer.json, but Kimi's its own tiktoken.model: there ids are ranks, and any pair that
+makes a token is merged, while conversion keeps one pair for each.
 """
 
 from __future__ import annotations
 
+import base64
 from dataclasses import dataclass
 from typing import Any
 
-from emit.gguf_vocabulary import CONTROL, UNKNOWN, USER, Unknown, Vocabulary
+from emit.gguf_vocabulary import CONTROL, NORMAL, UNKNOWN, UNUSED, USER, Unknown, Vocabulary
+
+KIMI = "kimi-k2"
+TIKTOKEN_CLASS = "TikTokenTokenizer"  # as tokenizer_config.json of Kimi's tiktoken.model says
+RESERVED = 256  # special tokens there, behind the ranks
 
 _ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -22,26 +30,11 @@ _QWEN35 = (
 )
 
 
-def _cased(upper: str, lower: str, ending: str) -> str:
-    """Words that begin in capitals or end in small letters, after one other character or none."""
-    before = r"[^\r\n\p{L}\p{N}]?"
-    return f"{before}{upper}*{lower}+{ending}|{before}{upper}+{lower}*{ending}"
-
-
+# Words that begin in capitals or end in small letters, after one other character or none.
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 _TEKKEN = (
-    _cased(r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]", "")
-    + r"|\p{N}"
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*|\p{{N}}"
     + _REST.replace(r"[\r\n]*", r"[\r\n/]*")
-)
-KIMI = (
-    r"[\p{Han}]+|"
-    + _cased(
-        r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]",
-        r"[\p{Ll}\p{Lm}\p{Lo}\p{M}&&[^\p{Han}]]",
-        _ENDING + "?",
-    )
-    + r"|\p{N}{1,3}"
-    + _REST
 )
 
 
@@ -96,7 +89,6 @@ PRES = {
     "qwen2": Pre((_split(_QWEN2), _bytes(False)), nfc=True),
     "qwen35": Pre((_split(_QWEN35), _bytes(False)), nfc=True),
     "tekken": Pre((_split(_TEKKEN), _bytes(False)), whole=True),
-    "kimi-k2": Pre((_split(KIMI), _bytes(False)), whole=True),
 }  # fmt: skip
 
 
@@ -202,3 +194,44 @@ def around(found: Vocabulary, begins: bool) -> dict[str, Any] | None:
 
 def _piece(kind: str, name: str, number: int) -> dict[str, Any]:
     return {kind: {"id": name, "type_id": number}}
+
+
+def tiktoken_model(found: Vocabulary) -> tuple[str, dict[str, Any]]:
+    """The text of tiktoken.model, and of the special tokens the content of tokenizer_config.json.
+
+    Raises Unknown, and EmitError.
+    """
+    if found.flag("add_bos_token", False) or found.flag("add_eos_token", False):
+        raise Unknown("a kimi-k2 tokenizer that puts tokens around a text is not supported")
+    base = next((i for i, kind in enumerate(found.kinds) if kind != NORMAL), len(found.kinds))
+    others = found.kinds[base:]
+    if len(others) > RESERVED or not set(others) <= {CONTROL, UNUSED}:
+        raise Unknown(f"a kimi-k2 tokenizer with more than {RESERVED} tokens behind its ranks, or"
+                      " other than control tokens, is not supported")  # fmt: skip
+    alphabet, lines = _alphabet(), []
+    for i, token in enumerate(found.tokens[:base]):
+        try:
+            word = bytes(alphabet[char] for char in token)
+        except KeyError as error:
+            raise found.bad("tokens", f"element {i} is {ascii(token)[:80]}, and {error} is no byte"
+                            " in GPT-2's alphabet") from None  # fmt: skip
+        lines.append(f"{base64.b64encode(word).decode()} {i}")
+    for char, byte in alphabet.items():
+        if char not in found.ids:
+            raise found.bad("tokens", f"no token of the byte 0x{byte:02X}, so some text has none")
+    listed = {
+        str(i): {"content": found.tokens[i], "special": True}
+        for i in range(base, len(found.tokens))
+        if found.kinds[i] == CONTROL
+    }
+    roles = {f"{role}_token": found.tokens[i] for role, i in found.roles.items() if i >= base}
+    config = {"tokenizer_class": TIKTOKEN_CLASS, "added_tokens_decoder": listed, **roles}
+    return "\n".join(lines) + "\n", config
+
+
+def _alphabet() -> dict[str, int]:
+    """Character -> byte: what is printable in Latin-1 stands for itself, and the other bytes for
+    U+0100 upwards."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(0x100 + i): b for i, b in enumerate(others)}

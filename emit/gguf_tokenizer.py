@@ -15,7 +15,7 @@ from emit.gguf_file import Gguf
 from emit.gguf_vocabulary import FIX, PREFIX, Unknown, Vocabulary, read
 
 JSON, CONFIG = "tokenizer.json", "tokenizer_config.json"
-PLAMO, WORLD = "tokenizer.jsonl", "rwkv_vocab_v20230424.txt"
+PLAMO, WORLD, TIKTOKEN = "tokenizer.jsonl", "rwkv_vocab_v20230424.txt", "tiktoken.model"
 TEMPLATE = "tokenizer.chat_template"
 MODELS = ("gpt2", "llama", "plamo2", "rwkv")
 NONE = ("none", "no_vocab")
@@ -68,6 +68,9 @@ def _files(file: Gguf) -> tuple[dict[str, str], dict[str, Any], list[str]]:
         text, added = gguf_pieces.world_text(found)
         config = dict.fromkeys(("bos_token", "eos_token"), gguf_pieces.WORLD_END)
         return {WORLD: text}, {**config, "added_tokens_decoder": added}, []
+    if model == "gpt2" and found.text("pre") == gguf_bpe.KIMI:
+        text, config = gguf_bpe.tiktoken_model(found)
+        return {TIKTOKEN: text}, config, []
     made = gguf_bpe if model == "gpt2" else gguf_pieces
     content = made.tokenizer_json(found)
     _check(found, text := json.dumps(content, ensure_ascii=False))
