@@ -1,4 +1,4 @@
-"""What is known of a model without its weights: a GGUF file's metadata, tokenizer files."""
+"""What the stages know without weights: a GGUF file's metadata, and the tokenizer's files."""
 
 from __future__ import annotations
 
