@@ -78,21 +78,18 @@ def _merges(found: Vocabulary) -> list[tuple[str, str]]:
 
     Raises Unknown where the scores are not those of byte pairs.
     """
-    scores = _scores(found)
-    pieces = {t for t, kind in zip(found.tokens, found.kinds, strict=True) if kind == NORMAL}
+    scores, ids = _scores(found), found.ids
     rows: list[tuple[float, int, str, str]] = []
     made = set()
     for i, piece in enumerate(found.tokens):
-        if piece not in pieces or len(piece) == 1:
-            continue
         if len(piece) > LONGEST:
             raise found.bad("tokens", f"element {i} has {len(piece)} characters, expected at most"
                             f" {LONGEST}")  # fmt: skip
         for at in range(1, len(piece)):
             left, right = piece[:at], piece[at:]
-            if left in pieces and right in pieces:
+            if left in ids and right in ids:
                 rows.append((-scores[i], -at, left, right))
-                made.add(scores[i])
+                made |= {scores[i]} if found.kinds[i] == NORMAL else set()
     if any(not float(score).is_integer() for score in made):
         raise Unknown("tokenizer.ggml.scores are not whole numbers: those of a unigram model, which"
                       " the file does not hold in full")  # fmt: skip

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import gguf
@@ -13,6 +14,7 @@ from tokenizers import Tokenizer as Inner
 
 from emit.gguf_file import open_file
 from emit.gguf_tokenizer import tokenizer_of
+from runtime.tokenizer import Tokenizer
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 PADDING = 5  # rows of the embedding that have no token
@@ -45,6 +47,21 @@ def add(writer: gguf.GGUFWriter, keys: Keys) -> None:
 def made(path: Path) -> tuple[dict[str, str], list[str]]:
     """The tokenizer's files of the GGUF file `path`, and the lines about what is missing."""
     return tokenizer_of(open_file(path))
+
+
+def of_keys(keys: dict[str, Any]) -> dict[str, str]:
+    """The files made of a GGUF file with `keys`; nothing is left out."""
+    with TemporaryDirectory() as place:
+        files, notes = made(write(Path(place) / "x.gguf", keys))
+    assert notes == []
+    return files
+
+
+def same(wanted: Tokenizer, found: Tokenizer, text: str) -> None:
+    for special in (True, False):
+        ids = found.encode(text, special)
+        assert ids == wanted.encode(text, special)
+    assert found.decode(ids) == wanted.decode(ids)
 
 
 def padded(tokens: Sequence[Any], kinds: Sequence[int]) -> dict[str, Any]:
