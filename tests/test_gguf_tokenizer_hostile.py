@@ -47,6 +47,10 @@ UNSAID: list[tuple[dict[str, Any], str]] = [
     (small(pre="jina-v2-de"), "tokenizer.ggml.pre = 'jina-v2-de' cuts a text is not known"),
     (small(add_space_prefix=True), "add_space_prefix of a gpt2 tokenizer is not supported"),
     (spm(scores=flat()), "scores are all the same: conversion from tokenizer.json has lost"),
+    (
+        pieces([(w, -1000, NORMAL) for w in ("a", "b", "ab", "abb")] + [("ba", 0, CONTROL)]),
+        "scores are all the same",
+    ),
     (spm(scores=[s - 0.5 for s in flat()]), "those of a unigram model"),
     (spm(remove_extra_whitespaces=True), "remove_extra_whitespaces is not supported"),
     ({"ggml.model": "rwkv", **padded(["a"], [NORMAL])}, "whose id 0 does not end a text"),
