@@ -156,4 +156,4 @@ def test_large_vocabularies_take_seconds(tmp_path: Path) -> None:
     keys["ggml.merges"] = [" ".join(word) for word in words[500:]]
     files, _ = made(write(tmp_path / "merges.gguf", keys))
     assert Tokenizer(files["tokenizer.json"]).size == len(words)
-    assert time.monotonic() - started < 60  # 12 s where it was written, writing and reading twice
+    assert time.monotonic() - started < 60  # 7 s on two cores, writing the files included
