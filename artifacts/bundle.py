@@ -57,10 +57,8 @@ def _files(stages: Stages, compiled: Compiled) -> dict[str, Blob]:
         files["params.irpa"] = stages.convert.outputs["params"]
     if stages.expect is not None:
         files["reference.json"] = stages.expect.outputs["reference.json"]
-    if stages.checkpoint is not None:
-        for name in TOKENIZER_FILES:
-            if name in stages.checkpoint.files:
-                files[name] = stages.store.put_file(stages.checkpoint.dir / name)
+    for name, (path, _) in stages.tokenizer.items():
+        files[name] = stages.store.put_file(path)
     return files
 
 

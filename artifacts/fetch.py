@@ -42,10 +42,11 @@ SMALL = 16 << 20  # bytes; files up to this size are hashed at every use
 DEFAULT_REVISION = "main"
 _PARTS = re.compile(r"(?P<base>.+)-00001-of-(?P<count>\d{5})\.gguf")
 _REPO = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,95}(/[A-Za-z0-9][A-Za-z0-9_.-]{0,95})?")
+# Each a tokenizer by itself, and what may go with one.
+TOKENIZERS = ("tokenizer.json", "tokenizer.jsonl", "tiktoken.model", "rwkv_vocab_v20230424.txt")
 TOKENIZER_FILES = (
-    "tokenizer.json", "tokenizer.jsonl", "tiktoken.model", "rwkv_vocab_v20230424.txt",
-    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "chat_template.json",
-    "chat_template.jinja",
+    *TOKENIZERS, "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.json", "chat_template.jinja",
 )  # fmt: skip
 
 

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 from artifacts import process
 from artifacts.actions import Action
-from artifacts.fetch import TOKENIZER_FILES
 from artifacts.process import ROOT
 from artifacts.records import Blob
 from artifacts.sources import source_digest
@@ -35,10 +34,9 @@ def source_perplexity(stages: Stages) -> Blob | None:
     length = min(LENGTH, stages.interface["context"] or LENGTH)
     if length < 2 or sum(checkpoint.files[n][1] for n in stages.weight_files()) > MOST_BYTES:
         return None
-    names = [name for name in TOKENIZER_FILES if name in checkpoint.files]
     fields = {
         "files": stages.weight_files(),
-        "tokenizer": {name: checkpoint.files[name][0] for name in names},
+        "tokenizer": {name: sha256 for name, (_, sha256) in stages.tokenizer.items()},
         "text": hashlib.sha256(TEXT.read_bytes()).hexdigest(),
         "length": length,
         "source": stages.sources("emit.__main__", "emit.perplexity"),
@@ -49,8 +47,8 @@ def source_perplexity(stages: Stages) -> Blob | None:
     def produce(scratch: Path) -> dict[str, Path]:
         rows, out, given = scratch / "rows.json", scratch / "out", scratch / "tokenizer"
         given.mkdir()
-        for name in names:
-            stages.store.link(stages.store.put_file(checkpoint.dir / name), given / name)
+        for name, (path, _) in stages.tokenizer.items():
+            stages.store.link(stages.store.put_file(path), given / name)
         arguments = [given, "--vocab", str(stages.interface["vocab_size"])]
         arguments += ["--length", str(length), "--out", rows]
         process.run_module("runtime.perplexity", arguments, scratch)

@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from artifacts import process
+from artifacts import metadata, process
 from artifacts.actions import Action, Result, run
 from artifacts.buildlog import BuildLog
 from artifacts.fetch import Checkpoint, NotHere, fetch
@@ -105,22 +105,22 @@ class Stages:
         if self.checkpoint is None:
             raw: Any = self.job.model.config
         elif self.checkpoint.gguf is not None:
-            raw = self._gguf_config(self.checkpoint)
+            blob = self.gguf.outputs["config.json"]
+            raw = json.loads(self.store.path(blob).read_text(encoding="utf-8"))
         else:
             raw = self._json("config.json")
         return json.dumps(raw, sort_keys=True)
 
-    def _gguf_config(self, checkpoint: Checkpoint) -> Any:
-        """What the metadata of the GGUF file say of the model."""
-        fields = {"files": self.weight_files(), "source": source_digest(["emit.gguf_config"])}
+    @cached_property
+    def gguf(self) -> Result:
+        """What the metadata of the checkpoint's GGUF file say."""
+        assert self.checkpoint is not None
+        return metadata.of_gguf(self, self.checkpoint)
 
-        def produce(scratch: Path) -> dict[str, Path]:
-            out = scratch / "out"
-            process.run_module("emit", ["gguf", checkpoint.place, "--out", out], scratch)
-            return {"config": out / "config.json"}
-
-        result = self.run_action(Action("gguf-config", fields, self.job.about), produce)
-        return json.loads(self.store.path(result.outputs["config"]).read_text(encoding="utf-8"))
+    @cached_property
+    def tokenizer(self) -> dict[str, tuple[Path, str]]:
+        """The tokenizer's files by name: where each is, and its sha256."""
+        return metadata.tokenizer(self)
 
     @property
     def family(self) -> str:

@@ -120,9 +120,16 @@ def _pth(args: argparse.Namespace) -> None:
 def _gguf(args: argparse.Namespace) -> None:
     from emit.gguf_config import config_of
     from emit.gguf_file import open_file
+    from emit.gguf_tokenizer import tokenizer_of
 
-    content = json.dumps(config_of(open_file(args.file)), indent=2, sort_keys=True)
-    (args.out / "config.json").write_text(content + "\n", encoding="utf-8")
+    file = open_file(args.file)
+    content = json.dumps(config_of(file), indent=2, sort_keys=True) + "\n"
+    files, notes = ({}, []) if args.config_only else tokenizer_of(file)
+    for name, text in {**files, "config.json": content}.items():
+        (args.out / name).write_text(text, encoding="utf-8", newline="\n")
+    for note in notes:
+        print(f"warning: {note}", file=sys.stderr)
+    (args.out / "notes.json").write_text(json.dumps(notes) + "\n", encoding="utf-8")
 
 
 def _check_config(wanted: dict[str, Any], found: dict[str, Any], directory: Path) -> None:
@@ -201,8 +208,9 @@ def _parser() -> argparse.ArgumentParser:
     pth = commands.add_parser("pth", help="RWKV-7's own .pth file → a checkpoint directory")
     pth.add_argument("file", type=Path)
     pth.set_defaults(run=_pth)
-    gguf = commands.add_parser("gguf", help="GGUF file → config.json of the model in it")
+    gguf = commands.add_parser("gguf", help="GGUF file → config.json, tokenizer files, notes.json")
     gguf.add_argument("file", type=Path)
+    gguf.add_argument("--config-only", action="store_true", help="leave out the tokenizer")
     gguf.set_defaults(run=_gguf)
     convert = commands.add_parser("convert", help="checkpoint → params.irpa, params.json")
     convert.add_argument("checkpoint", type=Path)

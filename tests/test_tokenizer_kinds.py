@@ -34,6 +34,7 @@ TEXTS = (
     "crème brûlée, НАТО, ﷺ, 日本語です。\u3000あ",
     "a  b   c    d     e",
     "<|im_start|>user\n{}<|im_end|>",
+    "नमस्ते हिन्दी में, a/b //\n/\n",
     "\u200d👩\u200d🔬 ½ x² ①",
     "\x00\x7f\ufeff\U0010ffff",
     " leading and trailing ",
