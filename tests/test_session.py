@@ -157,6 +157,36 @@ def test_an_extracted_state_survives_later_steps(slots):
 
 
 @pytest.mark.iree
+def test_a_single_slot_takes_the_state_of_its_prefill():
+    """No call copies it; without a prefill the slot is zeros, and a lost state is found again."""
+    bundle = toy.bundle("local", toy.V, False, 1)
+    manifest = mf.load(bundle)
+    session = Session(Module.open(bundle, manifest), manifest)
+    host, call, called = session.device.to_host, session.device.call, []
+    session.device.call = lambda name, args: called.append(name) or call(name, args)
+    assert not any(np.any(host(s)) for s in session.extract(0))
+    first = host(session.decode([5], [0], [1])[0])
+    want = reference(session, [5])[1][0]
+    np.testing.assert_allclose(first[0], want, rtol=2e-5, atol=2e-5)
+    called.clear()
+    session.prefill(PROMPT)
+    work = session.start(PROMPT)
+    while not work.step():
+        pass
+    session.admit(0)
+    assert set(called) == {"prefill_8", "prefill_4"}
+    session.decode([4], [13], [1])
+    session.device.call = None
+    with pytest.raises(TypeError):
+        session.decode([4], [14], [1])
+    with pytest.raises(ValueError, match="lost"):
+        _ = session.state
+    session.device.call = call
+    session.admit(0, work)
+    assert all(np.any(host(s)) for s in session.extract(0))
+
+
+@pytest.mark.iree
 def test_inactive_rows_keep_their_state(session):
     host = session.device.to_host
     session.prefill(PROMPT)
