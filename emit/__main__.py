@@ -193,12 +193,10 @@ def _expect(args: argparse.Namespace) -> None:
     model = Model.of(read_config_file(args.config), Shape.parse(args.shape).context)
     stored = expect.load_params(model, _storage(args, model.weight_map), args.params)
     params = expect.widened(stored)
-    content = expect.reference(model, params, args.seed, args.new_tokens)
     if args.inputs:
         shape = Shape.parse(args.shape)
-        content["sensitivity"] = expect.expected(
-            model, shape, params, args.inputs, args.out, args.seed
-        )
+        expect.expected(model, shape, params, args.inputs, args.out, args.seed)
+    content = expect.reference(model, params, args.seed, args.new_tokens)
     expect.write_reference(args.out / "prompts.json", content)
 
 

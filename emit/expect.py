@@ -63,38 +63,39 @@ def shaken(params: Mapping[str, Any], seed: int) -> Mapping[str, Any]:
 
 def expected(
     model: Model, shape: Shape, params: Mapping[str, Any], inputs: Path, out: Path, seed: int
-) -> dict[str, float]:
+) -> None:
     """Run each entry on `inputs`/<call>.npz, write `out`/<call>.npz (arrays by output name).
 
-    The calls of an entry are named as itself, or that and `@<number>`. Returns how far, relative
-    as in the proof, `logits` and `state` moved at most with `shaken` parameters: how far apart
-    two right ways to compute them may be expected to come, but for a factor.
+    The calls of an entry are named as itself, or that and `@<number>`. Where parameters are read,
+    there is a further array, `sensitivity` f64[2]: how far, relative as in the proof, logits and
+    state (the furthest of its tensors) moved with `shaken` parameters. Two right ways to compute
+    them come as far apart, but for a factor.
     """
-    moved = {"logits": 0.0, "state": 0.0}
     other = shaken(params, seed)
     for entry in entries(model, shape):
         run = jax.jit(entry.fn)
+        names = [name for name, _ in entry.outputs]
         for path in sorted(inputs.glob(f"{entry.name}*.npz")):
             if path.stem.partition("@")[0] != entry.name:
                 continue
             with np.load(path) as given:
                 arrays = [given[name] for name, _ in entry.inputs]
             results = run(params if entry.uses_params else {}, *arrays)
-            names = [name for name, _ in entry.outputs]
             named = {n: np.asarray(r) for n, r in zip(names, results, strict=True)}
-            np.savez(out / path.name, allow_pickle=False, **named)
-            if not entry.uses_params:
-                continue
-            for name, result in zip(names, run(other, *arrays), strict=True):
-                if name != "argmax":
-                    key = "logits" if name == "logits" else "state"
-                    moved[key] = max(moved[key], _distance(np.asarray(result), named[name]))
-    return moved
+            more = {}
+            if entry.uses_params:
+                others = zip(names, run(other, *arrays), strict=True)
+                moved = {n: _distance(np.asarray(r), named[n]) for n, r in others if n != "argmax"}
+                more["sensitivity"] = np.asarray([moved.pop("logits"), max(moved.values())])
+            np.savez(out / path.name, allow_pickle=False, **named, **more)
 
 
 def _distance(found: np.ndarray, wanted: np.ndarray) -> float:
-    """Largest difference over the largest magnitude."""
-    return float(np.max(np.abs(found - wanted)) / max(np.max(np.abs(wanted)), TINY))
+    """The larger of the relative errors by the largest number and by the 2-norm, 0 of NaN."""
+    off = found.astype(np.float64) - wanted
+    largest = np.max(np.abs(off)) / max(np.max(np.abs(wanted)), TINY)
+    error = max(largest, np.linalg.norm(off) / max(np.linalg.norm(wanted), TINY))
+    return float(error) if np.isfinite(error) else 0.0
 
 
 def prompts(vocab_size: int, seed: int, room: float = math.inf) -> list[list[int]]:

@@ -29,6 +29,13 @@ from runtime.manifest import FunctionSpec, Manifest, Tolerance
 
 SAMPLES = 32
 PROJECTIONS = 4
+SENSITIVITY = "sensitivity"  # the array beside the outputs: how far logits and state moved
+# What a layer rounds the next ones amplify, in some models and calls more than in others': so an
+# error may be as large as this times how far JAX's own outputs of the call move when small
+# parameters change by 2^-22 of themselves (emit.expect). Right modules of all families, of 3 layers
+# and 24, are at 0.2 to 1.5 times that; attention scores of a few hundred at 2.2 times.
+SHAKES = 6.0
+MOST = 1e-3  # whatever moves: what the compiler got wrong was never below it
 STATE_SCALE = 0.5
 POSITION = 7  # any non-zero position
 # Further calls of a prefill: the number of valid tokens of a chunk, and whether they begin a text.
@@ -150,8 +157,11 @@ def _projections(name: str, tensor: str, flat: np.ndarray, seed: int) -> Iterato
         yield float(np.sum(np.where(bits, flat, -flat)))
 
 
-def _tolerance(tensor: str, tolerance: Tolerance) -> float:
-    return tolerance.logits if tensor in ("logits", "argmax") else tolerance.state
+def bound(tensor: str, tolerance: Tolerance, moved: Mapping[str, float] | None) -> float:
+    """The largest accepted error of an output of a call whose outputs `moved` (see SHAKES)."""
+    kind = "logits" if tensor in ("logits", "argmax") else "state"
+    least = tolerance.logits if kind == "logits" else tolerance.state
+    return max(least, min(SHAKES * moved[kind], MOST)) if moved else least
 
 
 def whole_error(actual: np.ndarray, expected: np.ndarray) -> float:
@@ -220,6 +230,7 @@ class Runs:
 def check_entries(device: Any, manifest: Manifest, entries: Mapping[str, Any]) -> list[Check]:
     """Run every entry on its seeded inputs and compare with the summaries of reference.json."""
     seed, rows, run = int(entries["seed"]), [], Runs(device)
+    moved = entries.get("sensitivity") or {}
     for call, name in calls(sorted(manifest.functions)):
         spec = manifest.functions[name]
         given = inputs(call, spec, manifest.model.vocab_size, manifest.shape.context, seed)
@@ -231,8 +242,8 @@ def check_entries(device: Any, manifest: Manifest, entries: Mapping[str, Any]) -
                 error = argmax_error(actual[: wanted.size], wanted, found["logits"])
             else:
                 error = summary_error(call, actual, entry, seed)
-            tolerance = _tolerance(entry["name"], manifest.proof.tolerance)
-            rows.append(Check(call, entry["name"], error, tolerance))
+            allowed = bound(entry["name"], manifest.proof.tolerance, moved.get(call))
+            rows.append(Check(call, entry["name"], error, allowed))
     return rows
 
 
@@ -245,15 +256,23 @@ def check_whole(device: Any, manifest: Manifest, seed: int, expected: Path) -> l
         given = inputs(call, spec, manifest.model.vocab_size, manifest.shape.context, seed)
         found = run(name, spec, given)
         with np.load(expected / f"{call}.npz") as wanted:
+            moved = _moved(wanted)
             for tensor in spec.outputs:
                 want = wanted[tensor.name]
                 if tensor.name == "argmax":
                     error = argmax_error(found["argmax"], want, found["logits"])
                 else:
                     error = whole_error(found[tensor.name], want)
-                tolerance = _tolerance(tensor.name, manifest.proof.tolerance)
-                rows.append(Check(call, tensor.name, error, tolerance))
+                allowed = bound(tensor.name, manifest.proof.tolerance, moved)
+                rows.append(Check(call, tensor.name, error, allowed))
     return rows
+
+
+def _moved(wanted: Mapping[str, Any]) -> dict[str, float] | None:
+    if SENSITIVITY not in wanted:
+        return None
+    logits, state = map(float, wanted[SENSITIVITY])
+    return {"logits": logits, "state": state}
 
 
 def _inputs(args: argparse.Namespace) -> None:
@@ -270,13 +289,16 @@ def _inputs(args: argparse.Namespace) -> None:
 def _summarize(args: argparse.Namespace) -> None:
     interface = manifest_file.load_interface(args.interface)
     functions: dict[str, list[dict[str, Any]]] = {}
+    sensitivity: dict[str, dict[str, float]] = {}
     for call, name in calls(interface.functions):
         with np.load(args.expected / f"{call}.npz") as wanted:
             functions[call] = [
                 summarize(call, tensor.name, wanted[tensor.name], args.seed)
                 for tensor in interface.functions[name].outputs
             ]
-    content = {"seed": args.seed, "functions": functions}
+            if moved := _moved(wanted):
+                sensitivity[call] = moved
+    content = {"seed": args.seed, "functions": functions, "sensitivity": sensitivity}
     args.out.write_text(json.dumps(content, sort_keys=True, allow_nan=False) + "\n")
 
 

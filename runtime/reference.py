@@ -52,6 +52,14 @@ class OutputSummary:
 
 
 @dataclass(frozen=True)
+class Sensitivity:
+    """How far outputs moved, as a relative error, when small parameters moved by 2^-22."""
+
+    logits: float
+    state: float
+
+
+@dataclass(frozen=True)
 class Entries:
     """Outputs of every entry on inputs made from `seed`."""
 
@@ -77,14 +85,6 @@ class Perplexity:
 
 
 @dataclass(frozen=True)
-class Sensitivity:
-    """How far outputs moved, relative to their largest, when small parameters moved by 2^-22."""
-
-    logits: float
-    state: float
-
-
-@dataclass(frozen=True)
 class Reference:
     """The file."""
 
@@ -92,7 +92,6 @@ class Reference:
     oracle: Oracle
     prompts: tuple[Prompt, ...]
     entries: Entries | None
-    sensitivity: Sensitivity | None = None
     perplexity: Perplexity | None = None
 
     def __post_init__(self) -> None:

@@ -3,14 +3,14 @@ unless its field has a default."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gc
 import json
 import math
+import threading
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable
 from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar
@@ -58,7 +58,7 @@ def read(cls: type[T], path: Path, advice: str) -> T:
 def parse(cls: type[T], text: str, name: str, advice: str) -> T:
     """As `read`, of a string; `name` stands for the file in messages."""
     try:
-        with _uncollected():
+        with _UNCOLLECTED:
             value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
             return _decoder(cls)(value)
     except json.JSONDecodeError as error:
@@ -69,17 +69,30 @@ def parse(cls: type[T], text: str, name: str, advice: str) -> T:
         raise UserError(f"{name}: {error}; {advice}") from error
 
 
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """No garbage collection: tens of thousands of new objects would call for it again and again,
-    and it would look through all that was imported, twice the time of the rest."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+class _Uncollected:
+    """No garbage collection within it: tens of thousands of new objects would call for it again and
+    again, and it would look through all that was imported, twice the time of the rest."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._inside = 0
+        self._was_enabled = False
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._was_enabled = gc.isenabled()
+                gc.disable()
+            self._inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            if not self._inside and self._was_enabled:
+                gc.enable()
+
+
+_UNCOLLECTED = _Uncollected()
 
 
 def dumps(value: Any) -> str:
@@ -91,8 +104,8 @@ def dumps(value: Any) -> str:
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(pairs)
     if len(found) != len(pairs):
-        names = [key for key, _ in pairs]
-        raise _Mismatch("key appears twice", next(k for k in names if names.count(k) > 1))
+        seen: set[str] = set()
+        raise _Mismatch("key appears twice", next(k for k, _ in pairs if k in seen or seen.add(k)))
     return found
 
 

@@ -149,12 +149,21 @@ def check_device(
     if manifest.files.params is not None:
         session = Session(module, manifest)
         for number, prompt in enumerate(reference.prompts):
-            yield check_prompt(session, module, manifest, number, prompt)
+            yield check_prompt(session, module, _logits_bound(manifest, entries), number, prompt)
         source = reference.perplexity
         if source is not None:
             yield check_perplexity(session, manifest, source.rows, source.source_loss)
         elif perplexity:
             yield check_perplexity(session, manifest, _rows(bundle, manifest), None)
+
+
+def _logits_bound(manifest: mf.Manifest, entries: rf.Entries | None) -> float:
+    """The largest accepted error of logits of any call."""
+    from runtime import probe
+
+    tolerance = manifest.proof.tolerance
+    moved = (entries.plain().get("sensitivity") if entries else None) or {"": None}
+    return max(probe.bound("logits", tolerance, each) for each in moved.values())
 
 
 def _entry_rows(checks: list[Check]) -> Iterable[Row]:
@@ -188,11 +197,11 @@ def _known_outputs(bundle: Path, manifest: mf.Manifest, entries: rf.Entries) -> 
 
 
 def check_prompt(
-    session: Session, device: Device, manifest: mf.Manifest, number: int, prompt: rf.Prompt
+    session: Session, device: Device, limit: float, number: int, prompt: rf.Prompt
 ) -> Row:
-    """Feed one reference prompt and its continuation; compare every choice and top logit."""
+    """Feed one reference prompt and its continuation; compare every choice and, within the relative
+    error `limit`, every top logit."""
     what = f"prompt {number} ({len(prompt.tokens)} tokens)"
-    limit = manifest.proof.tolerance.logits
     worst, ties = 0.0, 0
     for step, (row, choice) in enumerate(_steps(session, device, prompt)):
         top = dict(prompt.top_logits[step])

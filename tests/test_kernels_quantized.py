@@ -120,6 +120,25 @@ def test_codes_of_few_bits_do_not_cancel(level: str, bits: int) -> None:
             close(got[-1], x, packed.widen())
 
 
+@pytest.mark.parametrize("size", [1.0, 1e3, 1e7, 1e-36, 1e34])
+@pytest.mark.parametrize("level", kernels.levels())
+def test_a_large_input_takes_nothing_from_the_others(level: str, size: float) -> None:
+    """Where its own code is zero; nor does it matter how large or small all of x are."""
+    for kind in ("uint 4 f32 none", "uint 4 f32 zero", "int 8 f32 none"):
+        packed = made(layout(kind, 32), (9,), 256, 3)
+        zeros = 0 if packed.offsets is None else packed.offsets[:, 0]
+        packed.codes[:, 0] = zeros * 17 if "4" in kind.split() else 0  # of inputs 0 and 1
+        found = linear.operand(as_jax(packed))
+        assert found is not None
+        x = np.random.default_rng(4).standard_normal((1, 256)).astype(np.float32)
+        x *= np.float32(size if size < 1e-30 or size > 1e30 else 1)
+        x[0, 0] *= np.float32(size if 1 < size < 1e30 else 1)
+        arrays = [x, *map(np.asarray, found.arrays), np.zeros((1, 9), np.float32)]
+        got = kernels.run(level, f"linear_{found.kind}", arrays, (1, 256, 9, 1, *found.sizes), 1)
+        close(got[-1] / size if size > 1e30 else got[-1], x / size if size > 1e30 else x,
+              packed.widen())  # fmt: skip
+
+
 @pytest.mark.parametrize("kind", [WORDS[0], WORDS[1], WORDS[10], *SCALES])
 @pytest.mark.parametrize("level", kernels.levels())
 def test_experts_are_those_of_the_index(level: str, kind: str) -> None:

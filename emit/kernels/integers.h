@@ -2,7 +2,8 @@
 // products (AVX-512 VNNI), which round nothing: half the work of widening each code to a float.
 //
 // x[k] = S n[k], |n| <= 127 2^14, with an S for each 128 inputs, whose codes fill a vector: no more
-// than 2^-21 of the largest of them is lost. n = 2^14 a + 2^7 b + c, a with a sign. A code u counts
+// than 2^-21 of the largest of them is lost, and the largest is no more than 32 times their mean, or
+// else x stays in floats. n = 2^14 a + 2^7 b + c, a with a sign. A code u counts
 // from an integer z of its group, next to where its number is 0, or the offset would cancel digits:
 //     sum (u - z) n = ((sum u a) 2^7 + sum u b) 2^7 + sum u c - z sum n,
 // modulo 2^32, of which only the last has to fit: 8 * 255 * 127 * 2^14 does for |u - z| < 129.
@@ -53,18 +54,21 @@ INLINE vf part_of_x(const float *x, size_t k, size_t K) {
   return k + LANES <= K ? load_f32(x + k) : k < K ? load_part(x + k, K - k) : zero();
 }
 
-// The digits of inputs k to k + CODES, zeros beyond K, and their scale: NaN where one is no number.
-INLINE float integers_of_chunk(const float *x, size_t k, size_t K, digits_of_chunk *to) {
-  const vi all_but_sign = (vi)(0x7fffffff), infinite = (vi)(0x7f800000);
-  vf part[8];
-  vi most = (vi)(0), n[2][4];
+// The digits of inputs k to k + CODES, zeros beyond K, and their scale. 0 if too much would be lost.
+INLINE int integers_of_chunk(const float *x, size_t k, size_t K, digits_of_chunk *to, float *scale) {
+  vf part[8], most = zero(), total = zero();
+  vi n[2][4];
   for (int i = 0; i < 8; i++) {
     part[i] = part_of_x(x, k + i * LANES, K);
-    most = (vi)_mm512_max_epi32((__m512i)most, (__m512i)((vi)part[i] & all_but_sign));
+    const vf size = (vf)_mm512_abs_ps((__m512)part[i]);
+    most = (vf)_mm512_max_ps((__m512)most, (__m512)size);
+    total += size;
   }
-  const union { int bits; float value; } largest = {_mm512_reduce_max_epi32((__m512i)most)};
-  const float least = 1e-30f;
-  const float times = (127 << 14) / (largest.value > least ? largest.value : least);
+  const float largest = _mm512_reduce_max_ps((__m512)most), all = sum(total);
+  const size_t count = K - k < CODES ? K - k : CODES;
+  const int is_zero = all == 0.0f;  // NaN fails all of these
+  if (!is_zero && !(largest > 1e-30f && all < 1e30f && largest * count <= 32.0f * all)) return 0;
+  const float times = is_zero ? 0.0f : (127 << 14) / largest;
   for (int i = 0; i < 4; i++) {
     const vf one = part[2 * i] * splat(times), other = part[2 * i + 1] * splat(times);
     const vf even = __builtin_shufflevector(one, other, EVEN);
@@ -73,16 +77,18 @@ INLINE float integers_of_chunk(const float *x, size_t k, size_t K, digits_of_chu
     n[1][i] = (vi)_mm512_cvtps_epi32((__m512)odd);
   }
   for (int half = 0; half < 2; half++) digits_of(n[half], to->digits[half]);
-  return largest.bits < infinite[0] ? 1.0f / times : __builtin_nanf("");
+  *scale = is_zero ? 0.0f : 1.0f / times;
+  return 1;
 }
 
-INLINE void integers_of(const float *x, size_t K, size_t group, integers *to) {
+// 0 if too much of x would be lost.
+INLINE int integers_of(const float *x, size_t K, size_t group, integers *to) {
   const __m512i ones[2] = {_mm512_set1_epi8(1), _mm512_set1_epi8(1)};
   size_t of = 0, left = group;
   float total = 0.0f;
   for (size_t g = 0; g < K / group + LANES; g += LANES) store(to->sums + g, zero());
   for (size_t c = 0; c * CODES < K; c++) {
-    to->scale[c] = integers_of_chunk(x, c * CODES, K, &to->chunks[c]);
+    if (!integers_of_chunk(x, c * CODES, K, &to->chunks[c], &to->scale[c])) return 0;
     to->sum[c] = products(&to->chunks[c], ones);
     vf each = __builtin_convertvector(to->sum[c], vf) * splat(to->scale[c]);
     each += (vf)_mm512_permute_ps((__m512)each, 0xb1);  // the other of two lanes
@@ -97,6 +103,7 @@ INLINE void integers_of(const float *x, size_t K, size_t group, integers *to) {
       left = group;
     }
   }
+  return 1;
 }
 
 // Codes as bytes u: what they stand for is unit (u - z).

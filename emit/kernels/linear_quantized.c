@@ -12,7 +12,7 @@
 #include "product.h"
 #include "quantized.h"
 
-enum { MOST_APART = 12288 };  // inputs of all rows that are put in another order at a time
+enum { MOST_APART = 16384 };  // inputs of all rows that are put in another order at a time
 
 // Weight rows at a time; each keeps its sixteen numbers in registers, too.
 #if LANES == 8
