@@ -65,6 +65,7 @@ class Entries:
 
     seed: int
     functions: dict[str, tuple[OutputSummary, ...]]
+    sensitivity: dict[str, Sensitivity] | None = None
 
     def plain(self) -> dict[str, Any]:
         """As JSON objects."""
