@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from artifacts.store import Store
 
 TIMEOUT_S = 10.0
-RECORD_LIMIT = 32 << 20  # bytes
+RECORD_LIMIT = 8 << 20  # bytes
 _CONTROL = re.compile(rb"\\u00(?:[0189]|7f)")  # in JSON: what a terminal would obey
 # Stages whose results hold no weights: others are uploaded only if that is asked for.
 WITHOUT_WEIGHTS = frozenset(

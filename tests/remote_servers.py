@@ -177,8 +177,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.wfile.write(content)
 
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_OPTIONS = _hand_on  # noqa: N815
-    do_PROPFIND = do_MKCOL = do_MOVE = do_COPY = _hand_on  # noqa: N815
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_OPTIONS = _hand_on
+    do_PROPFIND = do_MKCOL = do_MOVE = do_COPY = _hand_on
 
 
 @dataclass

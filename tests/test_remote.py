@@ -162,7 +162,7 @@ HOSTILE: dict[str, tuple[Callable[[Path], None], str]] = {
                                    .replace(b'"size":5}', b'"size":6}')), "its own sum"),
     "not a record": (record_text(lambda data: b"[1]"), "not a record of schema"),
     "deep": (record_text(lambda data: b"[" * 200_000), "its record is wrong"),
-    "large": (record_text(lambda data: b" " * ((32 << 20) + 1)), "has more than"),
+    "large": (record_text(lambda data: b" " * ((8 << 20) + 1)), "has more than"),
     "other fields": (record_with(fields={"x": 2}), "not the record of its key"),
     "other stage": (record_with(stage="compile"), "not the record of its key"),
     "other key": (record_with(key="b" * 64), "not the record of its key"),

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +19,7 @@ from artifacts.remote import Remote
 from artifacts.remote_files import FAILURES
 from artifacts.store import Store
 
+ROOT = Path(__file__).resolve().parent.parent
 ACTION = Action("compile", {"x": 1}, {"model": "m"})
 OTHER = Action("compile", {"x": 2}, {"model": "n"})
 LARGE = random.Random(1).randbytes((9 << 20) + 7)  # more than two pieces
@@ -98,6 +102,42 @@ def test_what_one_machine_made_another_has(
     assert warnings(capfd) == []
     if server.url.startswith("webdav"):  # only whole files get their names
         assert uploaded == []
+
+
+BUILD = """
+import sys
+from artifacts.actions import Action, run
+from artifacts.remote import from_environment
+from artifacts.store import Store
+def produce(scratch):
+    (scratch / "x").write_text("x")
+    return {"x": scratch / "x"}
+store = Store(sys.argv[1], remote=from_environment())
+print([run(store, Action("compile", {"x": x}), produce).remote for x in range(3)])
+"""
+
+
+def test_a_process_is_set_up_by_variables_and_ends_though_the_server_hangs(
+    server: Server, folder: str, tmp_path: Path
+) -> None:
+    protocol = server.url.partition(":")[0].upper()
+    settings = {f"FSSPEC_{protocol}_{k.upper()}": v for k, v in server.options.items()}
+    settings |= {"SCANWRIGHT_REMOTE": f"{server.url}/{folder}", "PYTHONPATH": str(ROOT)}
+
+    def build(cache: str, **more: str) -> subprocess.CompletedProcess[str]:
+        argv = [sys.executable, "-c", BUILD, str(tmp_path / cache)]
+        env = {**os.environ, **settings, **more}
+        return subprocess.run(argv, env=env, capture_output=True, text=True, timeout=120)
+
+    done = build("a", SCANWRIGHT_REMOTE_WRITE="1")
+    assert (done.stdout, done.stderr) == ("[False, False, False]\n", "")
+    assert build("b").stdout == "[True, True, True]\n"
+    started = time.monotonic()
+    with server.proxy.failing(Fault("stall")):
+        done = build("c", SCANWRIGHT_REMOTE_TIMEOUT="1")
+        assert time.monotonic() - started < FAILURES * 1 + 20  # the proxy holds on for a minute
+    assert (done.returncode, done.stdout) == (0, "[False, False, False]\n")
+    assert done.stderr.count("warning: ") == len(done.stderr.splitlines()) == FAILURES
 
 
 CORRUPT = [
