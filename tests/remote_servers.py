@@ -250,7 +250,9 @@ def s3(home: Path) -> Iterator[Server]:
             connection.request("PUT", "/bucket")
             assert connection.getresponse().status == 200
             connection.close()
-            options = {"endpoint_url": f"http://127.0.0.1:{proxy.port}", "key": "k", "secret": "s"}
+            options: dict[str, Any] = {"endpoint_url": f"http://127.0.0.1:{proxy.port}"}
+            options |= {"key": "k", "secret": "s"}
+            options["config_kwargs"] = {"retries": {"max_attempts": 0}}  # s3fs has its own
             yield Server(proxy, "s3://bucket", options)
 
 
