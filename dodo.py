@@ -21,6 +21,7 @@ from doit.reporter import ConsoleReporter
 
 from artifacts import gc, plan
 from artifacts.job import Job
+from artifacts.remote import from_environment
 from artifacts.store import Store, default_root
 from recipes import resolve
 from runtime.errors import UserError, quiet_interrupt, report
@@ -90,7 +91,7 @@ except UserError as error:
 @cache
 def builder() -> plan.Plan:
     """The stages of this run."""
-    return plan.Plan(Store(default_root()), JOB, BUILD)
+    return plan.Plan(Store(default_root(), remote=from_environment()), JOB, BUILD)
 
 
 def action(function: Callable[[], object]) -> Callable[[], bool]:
