@@ -87,11 +87,12 @@ class Blobs:
             if self.has(ref):
                 return False
             partial = self.partial(ref)
-            fresh = not partial.exists()
+            partial.touch()
+            fresh = partial.stat().st_size == 0
             receive(partial)
             problem = wrong(ref, partial)
             if problem is not None and not fresh:  # what an earlier run left may be to blame
-                partial.unlink()
+                os.truncate(partial, 0)
                 receive(partial)
                 problem = wrong(ref, partial)
             if problem is not None:
