@@ -97,9 +97,10 @@ class S3Source:
                     piece = self._files.cat_file(f"{self._prefix}/{ref.path}", start=have, end=end)
                 except Exception as error:
                     raise explained(where, error) from error
-                if not piece or len(piece) > end - have:
+                if len(piece) != end - have:
                     raise UserError(
-                        f"{where}: ends at byte {have}, expected {ref.size} bytes; push it again"
+                        f"{where}: found {len(piece)} bytes from byte {have} on, expected"
+                        f" {end - have} at least; push it again"
                     )
                 out.write(piece)
                 have += len(piece)

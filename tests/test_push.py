@@ -210,7 +210,7 @@ def test_a_registry_with_passwords(
 ) -> None:
     with transport.registry(tmp_path, HTPASSWD) as host:
         to = f"oci://{host}/b:1"
-        with pytest.raises(UserError, match=r"needs credentials: status 401 .*; docker login"):
+        with pytest.raises(UserError, match=r"needs credentials: status 401; docker login"):
             pushing.push(bundle, to)
         monkeypatch.setenv("SCANWRIGHT_REGISTRY_AUTH", f"me:wrong@{host}")
         with pytest.raises(UserError, match="needs credentials"):
@@ -273,7 +273,7 @@ def test_a_bucket(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         assert "manifest.json: is not there; check the bucket" in nothing.stderr
         module = mf.load(bundle).files.module
         cached = tmp_path / "cache" / "pulled" / module.sha256[:2] / module.sha256
-        for size, told in ((20_000, "sha256 "), (19_000, "ends at byte")):
+        for size, told in ((20_000, "sha256 "), (19_000, "found 19000 bytes from byte 0 on")):
             client(f"put_object(Bucket='models', Key='a/cpu/model.vmfb', Body=b'x' * {size})")
             cached.unlink(missing_ok=True)
             wrong = run("s3://models/a/cpu", "wrong")
