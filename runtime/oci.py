@@ -263,13 +263,13 @@ class OciSource:
         """Files that no manifest can list."""
         return {n: self._blob(n, MAX_UNLISTED) for n in UNLISTED if n in self._layers}
 
-    def receive(self, ref: mf.FileRef, partial: Path) -> None:
+    def receive(self, ref: mf.FileRef, partial: Path, count: web.Count) -> None:
         """Append the rest of a file to `partial`."""
 
         def opener(headers: web.Headers) -> AbstractContextManager[web.Answer]:
             return self._registry.open(f"/blobs/sha256:{ref.sha256}", headers)
 
-        web.download(opener, f"{self.where}: {ref.path}", partial, ref.size)
+        web.download(opener, f"{self.where}: {ref.path}", partial, ref.size, count)
 
 
 def explained(where: str, error: web.Refused) -> UserError:

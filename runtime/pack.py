@@ -15,6 +15,7 @@ from pathlib import Path, PurePosixPath
 from typing import BinaryIO
 
 from runtime import manifest as mf
+from runtime import web
 from runtime.errors import UserError
 from runtime.place import MAX_UNLISTED, UNLISTED
 
@@ -207,7 +208,7 @@ class TarSource:
         """Files that no manifest can list."""
         return {n: self._read(n, MAX_UNLISTED) for n in UNLISTED if n in self._members}
 
-    def receive(self, ref: mf.FileRef, partial: Path) -> None:
+    def receive(self, ref: mf.FileRef, partial: Path, count: web.Count) -> None:
         """Append the rest of a file to `partial`."""
         member = self._members[ref.path]
         with self._path.open("rb") as file, partial.open("ab") as out:
@@ -218,6 +219,7 @@ class TarSource:
             while left and (piece := file.read(min(_CHUNK, left))):
                 out.write(piece)
                 left -= len(piece)
+                count(member.size - left)
 
 
 # Command ------------------------------------------------------------------------------------------

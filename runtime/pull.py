@@ -24,8 +24,10 @@ from runtime.blobs import Blobs, default_root
 from runtime.errors import UserError
 from runtime.inspect import size as sized
 from runtime.pack import MAX_MANIFEST, TarSource
+from runtime.progress import progress
 
 KINDS = "oci://HOST/NAME:TAG, https://…, hf://ORG/NAME, s3://BUCKET/PATH, a directory or a tar file"
+_CHUNK = 1 << 20
 _PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")
 
 
@@ -46,8 +48,8 @@ class Source(Protocol):
         """The files of `place.UNLISTED` that are there."""
         ...
 
-    def receive(self, ref: mf.FileRef, partial: Path) -> None:
-        """Append what is missing of a file to `partial`."""
+    def receive(self, ref: mf.FileRef, partial: Path, count: web.Count) -> None:
+        """Append what is missing of a file to `partial`; `count` hears how much there is."""
         ...
 
 
@@ -78,13 +80,15 @@ class DirSource:
         paths = {name: self._directory / name for name in places.UNLISTED}
         return {n: _small(p, places.MAX_UNLISTED) for n, p in paths.items() if p.is_file()}
 
-    def receive(self, ref: mf.FileRef, partial: Path) -> None:
+    def receive(self, ref: mf.FileRef, partial: Path, count: web.Count) -> None:
         """Append the rest of a file to `partial`."""
         with (self._directory / ref.path).open("rb") as file, partial.open("ab") as out:
             have = min(out.tell(), ref.size)
             out.truncate(have)
             file.seek(have)
-            shutil.copyfileobj(file, out, web.CHUNK)
+            while piece := file.read(_CHUNK):
+                out.write(piece)
+                count(out.tell())
 
 
 def _small(path: Path, limit: int) -> bytes:
@@ -136,14 +140,14 @@ class WebSource:
                     raise web.refusal(self._url(name), error, "; try again later") from error
         return found
 
-    def receive(self, ref: mf.FileRef, partial: Path) -> None:
+    def receive(self, ref: mf.FileRef, partial: Path, count: web.Count) -> None:
         """Append the rest of a file to `partial`."""
         url = self._url(ref.path)
 
         def opener(headers: web.Headers) -> AbstractContextManager[web.Answer]:
             return self._client.open(url, headers, authorization=self._authorization)
 
-        web.download(opener, url, partial, ref.size)
+        web.download(opener, url, partial, ref.size, count)
 
 
 class HubSource(WebSource):
@@ -205,7 +209,7 @@ def _fetched(url: str, client: web.Client, blobs: Blobs) -> Iterator[Path]:
     """A tar file from the web, removed after the block unless the block was interrupted."""
     name = hashlib.sha256(url.encode()).hexdigest()
     path = blobs.root / "partial" / f"{name}.tar"
-    web.download(lambda headers: client.open(url, headers), url, path, None)
+    web.download(lambda headers: client.open(url, headers), url, path, None, int)
     try:
         yield path
     except UserError:
@@ -242,14 +246,23 @@ def pull(
     with _on_disk(blobs), blobs.using(), places.alone(directory, blobs.root / "partial"):
         _check_space(manifest, blobs)
         for ref in manifest.files.all():
-            new = blobs.ensure(
-                ref, f"{found.where}: {ref.path}", lambda partial, r=ref: found.receive(r, partial)
-            )
-            came = "received" if new else "already on this disk"
-            print(f"  {ref.path:<24} {sized(ref.size):>10}  {came}", file=sys.stderr, flush=True)
+            _bring(found, ref, blobs)
         unlisted = {n: data for n, data in found.unlisted().items() if n not in listed}
         places.place(directory, manifest, text, unlisted, blobs.link)
     return directory
+
+
+def _bring(found: Source, ref: mf.FileRef, blobs: Blobs) -> None:
+    """Have the blob of a file, telling how far it is."""
+
+    def receive(partial: Path) -> None:
+        with progress(ref.path, ref.size, done=partial.stat().st_size) as told:
+            found.receive(ref, partial, told.reach)
+
+    new = blobs.ensure(ref, f"{found.where}: {ref.path}", receive)
+    came = "received" if new else "already on this disk"
+    name = "".join(char if char.isprintable() else "?" for char in ref.path)
+    print(f"  {name:<24} {sized(ref.size):>10}  {came}", file=sys.stderr, flush=True)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def filesystem(url: str) -> Any:
         import s3fs
     except ImportError as error:
         raise UserError(
-            f"{url}: needs the package s3fs, found none; pip install 'scanwright[s3]'"
+            f"{url}: needs the package s3fs, found none; pip install 'scanwright[remote]'"
         ) from error
     endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL")
     return s3fs.S3FileSystem(endpoint_url=endpoint, use_listings_cache=False)
@@ -85,7 +85,7 @@ class S3Source:
                 raise explained(f"{self.where}/{name}", error) from error
         return found
 
-    def receive(self, ref: mf.FileRef, partial: Path) -> None:
+    def receive(self, ref: mf.FileRef, partial: Path, count: web.Count) -> None:
         """Append the rest of a file to `partial`; s3fs tries again what breaks off."""
         where = f"{self.where}/{ref.path}"
         with partial.open("ab") as out:
@@ -104,3 +104,4 @@ class S3Source:
                     )
                 out.write(piece)
                 have += len(piece)
+                count(have)

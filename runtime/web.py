@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 
 from runtime.errors import UserError
 
+Count = Callable[[int], object]
 TRIES = 4  # in a row without a new byte
 TIMEOUT_S = 30.0  # without a byte
 CHUNK = 1 << 18
@@ -163,11 +164,12 @@ Answer = Any  # a http.client.HTTPResponse
 Opener = Callable[[Headers], contextlib.AbstractContextManager[Answer]]
 
 
-def download(opener: Opener, where: str, partial: Path, size: int | None) -> None:
+def download(opener: Opener, where: str, partial: Path, size: int | None, count: Count) -> None:
     """Append to `partial` until it has `size` bytes (None: as many as the answer says).
 
     opener: makes the request with the headers it is given. A server that knows no ranges is read
-    from the start. What arrived before a failure stays in `partial`. Raises UserError.
+    from the start. What arrived before a failure stays in `partial`. `count` hears how
+    many bytes are there. Raises UserError.
     """
     failures, best = 0, 0
     while True:
@@ -179,7 +181,7 @@ def download(opener: Opener, where: str, partial: Path, size: int | None) -> Non
             raise UserError(f"{where}: more than the expected {size} bytes, expected that many")
         best = max(best, have)
         try:
-            size = _receive(opener, where, partial, have, size)
+            size = _receive(opener, where, partial, have, size, count)
             continue
         except Refused as error:
             if error.status == 416 and have:  # the file there is shorter than what is here
@@ -207,7 +209,9 @@ def _of_disk(error: BaseException) -> bool:
     return isinstance(error, OSError) and (error.filename is not None or error.errno in full)
 
 
-def _receive(opener: Opener, where: str, partial: Path, have: int, size: int | None) -> int:
+def _receive(
+    opener: Opener, where: str, partial: Path, have: int, size: int | None, count: Count
+) -> int:
     """One request from byte `have` on; the size of the whole file. Raises as `Client.open`."""
     headers = {"Accept-Encoding": "identity"} | ({"Range": f"bytes={have}-"} if have else {})
     with opener(headers) as answer:
@@ -228,6 +232,7 @@ def _receive(opener: Opener, where: str, partial: Path, have: int, size: int | N
             while piece := answer.read(min(CHUNK, total - have + 1)):
                 file.write(piece)
                 have += len(piece)
+                count(have)
                 if have > total:
                     break
         if have < total:

@@ -29,8 +29,9 @@ ALLOWED = {
     "artifacts": (
         *("runtime.manifest", "runtime.errors", "runtime.vmfb"),
         *("runtime.blobs", "runtime.oci", "runtime.pack", "runtime.place", "runtime.s3"),
-        "runtime.web",
+        *("runtime.progress", "runtime.web"),
     ),
+    "emit": ("runtime.progress",),
     "recipes": ("runtime.errors",),
 }
 

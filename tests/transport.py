@@ -40,7 +40,9 @@ def made(directory: Path, target: str = "cpu", code: int = 1) -> Path:
     base = fake_device.manifest()
     manifest = dataclasses.replace(
         base,
-        files=mf.Files(module, params, reference, (tokenizer,)),
+        files=dataclasses.replace(
+            base.files, module=module, params=params, reference=reference, tokenizer=(tokenizer,)
+        ),
         target=dataclasses.replace(base.target, name=target),
     )
     (directory / mf.FILE_NAME).write_text(mf.dumps(manifest))
