@@ -20,7 +20,7 @@ from typing import Protocol
 from runtime import manifest as mf
 from runtime import place as places
 from runtime import web
-from runtime.blobs import Blobs, default_root
+from runtime.blobs import Blobs, default_root, locked
 from runtime.errors import UserError
 from runtime.inspect import size as sized
 from runtime.pack import MAX_MANIFEST, TarSource
@@ -209,13 +209,14 @@ def _fetched(url: str, client: web.Client, blobs: Blobs) -> Iterator[Path]:
     """A tar file from the web, removed after the block unless the block was interrupted."""
     name = hashlib.sha256(url.encode()).hexdigest()
     path = blobs.root / "partial" / f"{name}.tar"
-    web.download(lambda headers: client.open(url, headers), url, path, None, int)
-    try:
-        yield path
-    except UserError:
+    with locked(path.with_suffix(".lock")):
+        web.download(lambda headers: client.open(url, headers), url, path, None, int)
+        try:
+            yield path
+        except UserError:
+            path.unlink(missing_ok=True)
+            raise
         path.unlink(missing_ok=True)
-        raise
-    path.unlink(missing_ok=True)
 
 
 # Pulling ------------------------------------------------------------------------------------------

@@ -6,6 +6,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -144,6 +145,48 @@ def test_a_failure_leaves_the_bundle_that_was_there(
     server.serve(two)
     pull(server.url, "there")
     assert same(Path("there"), two)
+
+
+def test_a_failure_while_it_is_put_in_place_leaves_the_bundle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    one = transport.made(tmp_path / "a", code=1)
+    two = transport.made(tmp_path / "b", code=2)
+    pull(one, "there")
+    link, rename = os.link, Path.rename
+
+    def failing(source: Path, dest: Path) -> None:
+        if dest.name == "reference.json":
+            raise OSError(5, "Input/output error", str(dest))
+        link(source, dest)
+
+    def stuck(path: Path, to: Path) -> Path:
+        if path.name.endswith("-new"):
+            raise OSError(5, "Input/output error", str(to))
+        return rename(path, to)
+
+    for where, name, fault in ((os, "link", failing), (Path, "rename", stuck)):
+        with monkeypatch.context() as patch:
+            patch.setattr(where, name, fault)
+            assert "Input/output error" in refused(capsys, two, "there")
+        assert same(Path("there"), one)
+    # what a killed process left beside it goes
+    shutil.copytree(one, ".there-new")
+    pull(two, "there")
+    assert same(Path("there"), two) and transport.left_over(Path()) == []
+
+
+def test_pulls_at_the_same_time_download_once(bundle: Path, server: Web) -> None:
+    server.serve(bundle)
+    argv = [sys.executable, "-m", "runtime", "pull", server.url]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    at_once = [
+        subprocess.Popen([*argv, name], env=environment, stdout=-3, stderr=-3)
+        for name in ("one", "one", "two")
+    ]
+    assert [process.wait(60) for process in at_once] == [0, 0, 0]
+    assert same(Path("one"), bundle) and same(Path("two"), bundle)
+    assert len(params_requests(server)) == 1
 
 
 def test_a_full_disk_is_told_before_anything_comes(

@@ -16,7 +16,7 @@ import transport
 from transport import Web
 
 from artifacts import push as pushing
-from runtime import cli, oci
+from runtime import cli, oci, web
 from runtime import manifest as mf
 from runtime.errors import UserError
 
@@ -118,6 +118,8 @@ def test_plain_http_is_for_this_machine(bundle: Path) -> None:
     assert done.returncode == 1 and done.stderr.count("error: ") == 1
     assert "cannot be reached" in done.stderr
     assert oci.parse("oci://registry.invalid/b").base.startswith("https://")
+    asked = oci.Registry(web.Client(plain=True), oci.parse("oci://registry.invalid/b"))
+    assert asked.base == "http://registry.invalid/v2/b"
     for host in ("localhost:5000", "127.0.0.1", "[::1]:5000"):
         assert oci.parse(f"oci://{host}/b").base.startswith("http://")
 
