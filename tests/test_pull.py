@@ -356,6 +356,22 @@ def test_s3_says_which_package_it_needs(
     assert "needs the package s3fs, found none; pip install" in refused(capsys, "s3://bucket/b")
 
 
+def test_only_the_standard_library_is_needed(bundle: Path, server: Web, tmp_path: Path) -> None:
+    serve_artifact(server, bundle)
+    code = (
+        "import sys\n"
+        "from runtime import cli\n"
+        f"assert cli.main(['pull', 'oci://{server.host}/team/b:one', 'there']) == 0\n"
+        "outside = {m.partition('.')[0] for m in sys.modules} - set(sys.stdlib_module_names)\n"
+        "print(sorted(outside - {'runtime', 'sitecustomize'}))\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, "-S", "-c", code]  # -S: nothing that pip installed can be found
+    done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines() == ["bundle: there", "['__main__']"], done.stderr
+    assert same(Path("there"), bundle)
+
+
 # The hub -----------------------------------------------------------------------------------------
 
 
