@@ -247,7 +247,7 @@ def put(url: str, data: bytes = b"") -> None:
     """Make a bucket or an object; the server does not look at signatures."""
     scope = "test/20260101/us-east-1/s3/aws4_request"
     signed = f"AWS4-HMAC-SHA256 Credential={scope}, SignedHeaders=host, Signature=0"
-    headers = {"Authorization": signed}
+    headers = {"Authorization": signed, "Content-Type": "application/octet-stream"}
     request = urllib.request.Request(url, data=data, headers=headers, method="PUT")
     urllib.request.urlopen(request, timeout=30).close()
 
