@@ -23,6 +23,8 @@ def check_destination(directory: Path) -> None:
     """Raise UserError unless `directory` is free, empty or a bundle that may be replaced."""
     if directory.is_symlink() or (directory.exists() and not directory.is_dir()):
         raise UserError(f"{directory}: not a directory, expected a new directory or a bundle")
+    if directory.is_dir() and directory.samefile("."):
+        raise UserError(f"{directory}: the working directory, expected another one to replace")
     if directory.is_dir() and any(directory.iterdir()) and not _is_bundle(directory):
         raise UserError(
             f"{directory}: holds files and no {mf.FILE_NAME}, expected a new directory or a bundle"

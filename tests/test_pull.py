@@ -30,6 +30,7 @@ def _own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache and a working directory of the test's own, and no waiting between tries."""
     monkeypatch.setenv("SCANWRIGHT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+    monkeypatch.delenv("SCANWRIGHT_REGISTRY_AUTH", raising=False)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(web.time, "sleep", lambda seconds: None)
 
@@ -119,6 +120,16 @@ def test_a_changed_file_of_a_bundle_does_not_reach_the_next(
     pull(bundle, "second")
     assert same(Path("second"), bundle)
     assert "does not match its sha256, fetching it again" in capsys.readouterr().err
+
+
+def test_the_working_directory_and_links_are_not_replaced(
+    bundle: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "link").symlink_to("empty")
+    assert "not a directory" in refused(capsys, bundle, "link")
+    monkeypatch.chdir(tmp_path / "empty")
+    assert "the working directory" in refused(capsys, bundle, ".")
 
 
 def test_without_hard_links_it_copies(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,6 +31,7 @@ def _own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache, a docker configuration and a working directory of the test's own."""
     monkeypatch.setenv("SCANWRIGHT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
+    monkeypatch.delenv("SCANWRIGHT_REGISTRY_AUTH", raising=False)
     monkeypatch.chdir(tmp_path)
 
 
@@ -74,7 +75,7 @@ def test_a_directory_gets_the_bundle_and_only_a_bundle_is_replaced(tmp_path: Pat
     with pytest.raises(UserError, match="the bundle itself"):
         pushing.push(two, str(two))
     with pytest.raises(UserError, match=r"holds files and no manifest\.json"):
-        pushing.push(two, str(tmp_path))
+        pushing.push(two, "shared")
 
 
 @pytest.mark.iree
