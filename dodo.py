@@ -28,7 +28,8 @@ from runtime.errors import UserError, quiet_interrupt, report
 from runtime.manifest import load
 
 BUILD = Path("build")
-WORDS = ("model", "target", "shape", "weights", "params", "proof", "max_size", "device")
+WORDS = ("model", "target", "shape", "weights", "params", "proof", "max_size", "device",
+         "bundle", "to", "plain_http")  # fmt: skip
 NO_PROOF = {"name": "no_proof", "long": "no-proof", "type": bool, "default": False}
 NO_PROOF["help"] = "do not compare the module with JAX; the manifest says so"
 
@@ -193,6 +194,23 @@ def task_gc():
     collect = partial(gc.collect, build_dir=BUILD)
     run = action(lambda: print(collect(Store(default_root()), gc.parse_size(size))))
     return {"actions": [run]}
+
+
+def task_push():
+    """bring a bundle elsewhere: bundle=DIR to=oci://HOST/NAME:TAG|hf://ORG/NAME|s3://…|DIR"""
+    from artifacts import push
+
+    plain = GIVEN["plain_http"] not in (None, "", "0")
+    bundle = Path(GIVEN["bundle"] or BUNDLE)
+    return {"actions": [action(lambda: print(push.push(bundle, GIVEN["to"], plain)))]}
+
+
+def task_pack():
+    """write a bundle to one tar file, the same bytes each time: bundle=DIR to=FILE.tar"""
+    from artifacts import push
+
+    bundle = Path(GIVEN["bundle"] or BUNDLE)
+    return {"actions": [action(lambda: print(push.pack(bundle, GIVEN["to"])))]}
 
 
 def task_test():

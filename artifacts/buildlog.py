@@ -25,7 +25,7 @@ class BuildLog:
     """Collects what happened; `append_to` writes it."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
-    _usage: Usage | None = None
+    _ran: list[Usage] = field(default_factory=list)
 
     @contextlib.contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -43,18 +43,22 @@ class BuildLog:
             )
 
     def add(self, usage: Usage) -> None:
-        """What the process behind the next result used."""
-        self._usage = usage
+        """A process behind the next result: what it used, and its command line."""
+        self._ran.append(usage)
 
     def result(self, stage: str, result: Result, extra: Mapping[str, Any] | None = None) -> None:
         """A stage's result: whether it was cached, and where, its key, and the files it made."""
         row: dict[str, Any] = {"stage": stage, "cached": result.hit, "key": result.key}
         row |= {"remote": True} if result.remote else {}
         row["outputs"] = {name: blob.size for name, blob in result.outputs.items()}
-        if self._usage is not None and not result.hit:
-            row["process_seconds"] = round(self._usage.seconds, 3)
-            row["peak_rss_bytes"] = self._usage.peak_rss_bytes
-        self._usage = None
+        if self._ran and not result.hit:
+            row["process_seconds"] = round(sum(usage.seconds for usage in self._ran), 3)
+            row["peak_rss_bytes"] = max(usage.peak_rss_bytes for usage in self._ran)
+            row["commands"] = [
+                {"command": usage.command, "seconds": round(usage.seconds, 3)}
+                for usage in self._ran
+            ]
+        self._ran.clear()
         self.rows.append(row | dict(extra or {}))
 
     def append_to(self, directory: Path) -> None:

@@ -7,19 +7,21 @@ of its own, and only a few variables of the environment reach the compiler.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import importlib.util
 import os
 import shutil
 import signal
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from artifacts import failures
 from artifacts.disk import explained, no_space
 from artifacts.link import MODULE, link
+from artifacts.pace import Paced
 from artifacts.process import run_logged
+from artifacts.store import default_root
 from runtime.errors import UserError
 
 PACKAGE = "iree-base-compiler"
@@ -30,11 +32,15 @@ KERNELS = "kernels.o"  # as the modules name it
 
 @dataclass(frozen=True)
 class CompileStats:
-    """`seconds` of wall time, `peak_rss_bytes` of the compiler, `size` in bytes of the result."""
+    """`seconds` of wall time, `peak_rss_bytes` of the compiler, `size` in bytes of the result.
+
+    `command` is the compiler's command line.
+    """
 
     seconds: float
     peak_rss_bytes: int
     size: int
+    command: str = ""
 
 
 def compiler_path() -> Path:
@@ -59,7 +65,8 @@ def compile_module(
     `kernels` is the object that holds the C functions of modules emitted with kernels.
     `flags` are all flags of the target, its CPU included (artifacts.cpu); a CPU called "host" is
     refused, since neither a cache key nor a manifest could say what it was. `out` appears whole
-    or not at all. Raises UserError with the compiler's first error and the path of the kept text.
+    or not at all. Raises UserError with the compiler's first error, and a line that
+    compiles once more what is kept of it (artifacts.failures).
     """
     if any(flag.endswith(("-target-cpu=host", "-cpu-features=host")) for flag in flags):
         raise UserError("compile flags name the CPU `host`: resolve it first (artifacts.cpu)")
@@ -71,7 +78,7 @@ def compile_module(
             found = ["--iree-hal-executable-object-search-path=."]
         stats = run_compiler(text, [*flags, *found, "-o", "model.vmfb"], work)
         (work / "model.vmfb").replace(out)
-    return CompileStats(stats.seconds, stats.peak_rss_bytes, out.stat().st_size)
+    return replace(stats, size=out.stat().st_size)
 
 
 def dump_ptx(text: str, flags: Sequence[str], out_dir: Path) -> list[Path]:
@@ -95,11 +102,12 @@ def run_compiler(text: str, arguments: Sequence[str], work: Path) -> CompileStat
     log = work / "compiler.log"
     environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     command = [str(compiler_path()), _INPUT, *arguments]
-    code, usage = run_logged(command, log, work, environment)
-    if code != 0:
-        said = log.read_text(encoding="utf-8", errors="replace")
-        raise no_space(work, said) or _failure(text, said, code)
-    return CompileStats(usage.seconds, usage.peak_rss_bytes, 0)
+    with Paced(default_root(), arguments, len(text)) as paced:
+        code, usage = run_logged(command, log, work, environment, tick=paced.tick)
+        if code != 0:
+            said = log.read_text(encoding="utf-8", errors="replace")
+            raise no_space(work, said) or _failure(work, command, said, code)
+    return CompileStats(usage.seconds, usage.peak_rss_bytes, 0, usage.command)
 
 
 @contextlib.contextmanager
@@ -112,21 +120,23 @@ def _workspace(parent: Path) -> Iterator[Path]:
         shutil.rmtree(work, ignore_errors=True)
 
 
-def _failure(text: str, said: str, code: int) -> UserError:
+def _failure(work: Path, command: Sequence[str], said: str, code: int) -> UserError:
+    """What to say of a compile in `work` that ended with `code`, and how to see it once more."""
     lines = said.splitlines()
-    kept = Path(tempfile.gettempdir()) / "scanwright-failed"
-    stem = hashlib.sha256(text.encode()).hexdigest()[:12]
-    try:
-        kept.mkdir(exist_ok=True)
-        (kept / f"{stem}.log").write_text(said, encoding="utf-8")
-        (kept / f"{stem}.mlir").write_text(text, encoding="utf-8")
-        where = f"the text is kept as {kept / stem}.mlir, the compiler's output beside it"
-    except OSError as error:
-        where = f"the text could not be kept: {error}"
     errors = (line for line in lines if "error:" in line.lower())
     first = next(errors, next((line for line in lines if line.strip()), "no output"))
     if code < 0:
         name = signal.Signals(-code).name
         memory = " (out of memory?)" if code == -signal.SIGKILL else ""
         first = f"killed by {name}{memory}: {first}"
-    return UserError(f"iree-compile: {first.strip()[:400]}; {where}")
+    first = first.strip()[:400]
+    inputs = [name for name in (_INPUT, KERNELS) if (work / name).exists()]
+    lasting = (name for name in _ENVIRONMENT if name in os.environ and name != "TMPDIR")
+    environment = {name: os.environ[name] for name in lasting}
+    try:
+        root = default_root() / "failed"
+        place = failures.keep(root, work, inputs, command, said, first, environment)
+        where = f"its input and output are kept; to reproduce it: {failures.reproduce(place)}"
+    except OSError as error:
+        where = f"its input could not be kept: {error}"
+    return UserError(f"iree-compile: {first}; {where}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import time
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any, NoReturn
 from artifacts.disk import hash_file, is_full, sync, user_error
 from artifacts.lockfile import Digest, is_commit
 from runtime.errors import UserError
+from runtime.progress import Progress, progress
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
 TRIES = 4  # in a row without a new byte
@@ -84,7 +86,9 @@ class Hub:
             os.truncate(partial, 0)
         resumed = partial.stat().st_size > 0
         while True:
-            self._receive(commit, remote, partial)
+            have, word = partial.stat().st_size, f"download {remote.name}"
+            with progress(word, remote.size, done=have) as shown:
+                self._receive(commit, remote, partial, shown)
             digest = hash_file(partial)
             wrong = differs(remote, partial, digest)
             if wrong is None:
@@ -102,7 +106,7 @@ class Hub:
             partial.touch()
             resumed = False  # what an earlier run left was wrong: once more from the start
 
-    def _receive(self, commit: str, remote: Remote, partial: Path) -> None:
+    def _receive(self, commit: str, remote: Remote, partial: Path, shown: Progress) -> None:
         """Append to `partial` until it has the expected size."""
         from huggingface_hub import hf_hub_url
         from huggingface_hub.file_download import http_get
@@ -110,6 +114,7 @@ class Hub:
 
         url = hf_hub_url(self.repo, remote.name, revision=commit, endpoint=self.endpoint)
         headers = build_hf_headers(library_name="scanwright")
+        _without_bars()
         headers["Accept-Encoding"] = "identity"  # ranges of the file, not of a compressed form
         size, failures = remote.size, 0
         while (have := partial.stat().st_size) != size:
@@ -120,7 +125,7 @@ class Hub:
                         f"hf:{self.repo}: {remote.name}: the hub sent more than the expected "
                         f"{size} bytes; try again, or delete the lock to accept what it has now"
                     )
-                with partial.open("r+b") as file:
+                with _Told(partial, shown) as file:
                     file.seek(have)
                     http_get(url, file, resume_size=have, headers=headers, expected_size=size)
             except Exception as error:
@@ -184,6 +189,29 @@ class Hub:
             )
         reason = " ".join(str(error).split())[:200]
         return f"the hub at {self.endpoint} answered {status} ({reason}); try again later"
+
+
+class _Told(io.BufferedRandom):
+    """A file that is written from some place on, and tells how far it has come."""
+
+    def __init__(self, path: Path, shown: Progress) -> None:
+        super().__init__(io.FileIO(path, "r+"))
+        self._shown = shown
+
+    def write(self, data: Any, /) -> int:
+        """As of any file."""
+        count = super().write(data)
+        self._shown.reach(self.tell())
+        return count
+
+
+def _without_bars() -> None:
+    """huggingface_hub's own bar is not drawn beside ours, unless the user's settings ask for it."""
+    from huggingface_hub.constants import HF_HUB_DISABLE_PROGRESS_BARS
+    from huggingface_hub.utils import disable_progress_bars
+
+    if HF_HUB_DISABLE_PROGRESS_BARS is None:
+        disable_progress_bars("huggingface_hub.http_get")
 
 
 def differs(remote: Remote, path: Path, digest: Digest) -> str | None:

@@ -31,12 +31,13 @@ def of_gguf(stages: Stages, checkpoint: Checkpoint) -> Result:
     def produce(scratch: Path) -> dict[str, Path]:
         out = scratch / "out"
         arguments = ["gguf", checkpoint.place, *([] if alone else ["--config-only"])]
-        process.run_module("emit", [*arguments, "--out", out], scratch)
+        stages.log.add(process.run_module("emit", [*arguments, "--out", out], scratch))
         notes.extend(json.loads((out / "notes.json").read_text(encoding="utf-8")))
         return {path.name: path for path in sorted(out.iterdir())}
 
     action = Action("gguf-metadata", fields, stages.job.about)
     result = stages.run_action(action, produce, lambda: notes)
+    stages.log.result("gguf-metadata", result)
     for note in [] if stages.dry else result.meta:
         print(f"warning: {note}", file=sys.stderr, flush=True)
     return result

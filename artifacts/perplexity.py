@@ -51,7 +51,7 @@ def source_perplexity(stages: Stages) -> Blob | None:
             stages.store.link(stages.store.put_file(path), given / name)
         arguments = [given, "--vocab", str(stages.interface["vocab_size"])]
         arguments += ["--length", str(length), "--out", rows]
-        process.run_module("runtime.perplexity", arguments, scratch)
+        stages.log.add(process.run_module("runtime.perplexity", arguments, scratch))
         arguments = ["perplexity", checkpoint.place, "--rows", rows, "--out", out]
         stages.log.add(process.run_module("emit", arguments, scratch, progress=True))
         return {"perplexity": out / "perplexity.json"}

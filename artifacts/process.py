@@ -9,16 +9,18 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from artifacts.commands import command_line
 from artifacts.disk import no_space
 from runtime.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
-PROGRESS = "SCANWRIGHT_PROGRESS"  # what emit.progress reads
+PROGRESS = "SCANWRIGHT_PROGRESS"  # what runtime.progress reads
 _USER = 2  # the descriptor that leads to the user, whatever takes the place of sys.stderr
+TICK_S = 0.2
 _ERASE = b"\r\x1b[K"
 
 # A small process between this one and the program. It makes both die with this one (Linux), where
@@ -52,10 +54,11 @@ class Crashed(UserError):
 
 @dataclass(frozen=True)
 class Usage:
-    """Wall seconds and the peak resident bytes of a finished process."""
+    """Wall seconds and the peak resident bytes of a finished process, and what it was."""
 
     seconds: float
     peak_rss_bytes: int
+    command: str = ""
 
 
 def run_logged(
@@ -64,11 +67,13 @@ def run_logged(
     cwd: Path | None,
     env: Mapping[str, str],
     inherited: Sequence[int] = (),
+    tick: Callable[[], None] | None = None,
 ) -> tuple[int, Usage]:
     """Run `argv` with its output in the file `log`; returns (exit code, usage).
 
     It leads a process group of its own, has the descriptors `inherited`, is killed with this
     process (Linux) and on any exception here. A negative exit code is the signal that ended it.
+    `tick` is called now and then while it runs.
     """
     numbers = log.with_suffix(".usage").absolute()
     launch = [sys.executable, "-I", "-S", "-c", _LAUNCH, str(os.getpid()), str(numbers)]
@@ -85,7 +90,7 @@ def run_logged(
             pass_fds=inherited,
         )
         try:
-            launched = process.wait()
+            launched = _wait(process, tick)
         except BaseException:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -95,7 +100,17 @@ def run_logged(
     with contextlib.suppress(OSError, ValueError):  # no usage: the launcher did not end well
         code, peak = json.loads(numbers.read_text(encoding="utf-8"))
     numbers.unlink(missing_ok=True)
-    return code, Usage(time.perf_counter() - started, peak)
+    return code, Usage(time.perf_counter() - started, peak, command_line(argv))
+
+
+def _wait(process: subprocess.Popen[bytes], tick: Callable[[], None] | None) -> int:
+    """The exit code of `process`."""
+    while tick is not None:
+        try:
+            return process.wait(TICK_S)
+        except subprocess.TimeoutExpired:
+            tick()
+    return process.wait()
 
 
 @contextlib.contextmanager
@@ -122,7 +137,7 @@ def run_module(
 ) -> Usage:
     """Run `python -m module arguments`; its own `error: …` line becomes a UserError.
 
-    With `progress`, what it tells by `emit.progress` reaches the user.
+    With `progress`, what it tells by `runtime.progress` reaches the user.
     """
     log = scratch / f"{module}.log"
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))

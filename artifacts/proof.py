@@ -199,6 +199,7 @@ def _compile(stages: Stages, action: Action, attempt: Attempt) -> Result:
         out = scratch / f"{MODULE}.vmfb"
         kernels = stages.store.path(attempt.kernels) if attempt.kernels else None
         stats = compile_module(texts, action.fields["flags"], out, kernels)
+        stages.log.add(process.Usage(stats.seconds, stats.peak_rss_bytes, stats.command))
         meta["bytecode_version"] = bytecode_version(out)
         meta["seconds"] = round(stats.seconds, 3)
         meta["peak_rss_bytes"] = stats.peak_rss_bytes
@@ -269,19 +270,31 @@ def _prove(
     with stages.log.stage("proof"):
         action = _proof_action(stages, compiling, device)
         result = stages.run_action(action, produce, lambda: verdict)
-        stages.log.result("proof", result, {"problem": result.meta["problem"]})
+        measured = _measured(stages.store.path(result.outputs["rows.json"]))
+        stages.log.result("proof", result, {"problem": result.meta["problem"], **measured})
     return result.meta
 
 
 def _run_check(arguments: Sequence[str | Path], scratch: Path) -> process.Usage:
     """Run the check; once more if the driver lost its device, as llvmpipe does under heavy load."""
     try:
-        return process.run_module("runtime.probe", arguments, scratch)
+        return process.run_module("runtime.probe", arguments, scratch, progress=True)
     except UserError as error:
         if "DEVICE_LOST" not in str(error):
             raise
         print(f"{error}; trying once more", file=sys.stderr, flush=True)
-        return process.run_module("runtime.probe", arguments, scratch)
+        return process.run_module("runtime.probe", arguments, scratch, progress=True)
+
+
+def _measured(path: Path) -> dict[str, Any]:
+    """For the log: how many outputs were compared, and of each tensor the largest error."""
+    rows = json.loads(path.read_text(encoding="utf-8"))
+    largest: dict[str, Any] = {}
+    for row in rows:
+        kept = {key: row[key] for key in ("function", "error", "tolerance")}
+        if row["error"] >= largest.get(row["tensor"], kept)["error"]:
+            largest[row["tensor"]] = kept
+    return {"compared": len(rows), "worst": largest}
 
 
 def worst(rows: Sequence[Mapping[str, Any]]) -> str | None:

@@ -199,10 +199,12 @@ class Stages:
         def produce(scratch: Path) -> dict[str, Path]:
             assert self.checkpoint is not None
             out = scratch / "out"
-            process.run_module("emit", ["type", self.checkpoint.place, "--out", out], scratch)
+            arguments: list[str | Path] = ["type", self.checkpoint.place, "--out", out]
+            self.log.add(process.run_module("emit", arguments, scratch))
             return {"type": out / "type.txt"}
 
         result = self.run_action(action, produce)
+        self.log.result("weight-type", result)
         return self.job.weights(self.store.path(result.outputs["type"]).read_text().strip())
 
     @cached_property
@@ -227,10 +229,12 @@ class Stages:
             out = scratch / "out"
             arguments = ["storage", self.checkpoint.place, "--weights", self.weights]
             arguments += ["--own"] if fields["own"] else []
-            process.run_module("emit", [*arguments, "--words", self._words, "--out", out], scratch)
+            arguments += ["--words", self._words, "--out", out]
+            self.log.add(process.run_module("emit", arguments, scratch))
             return {"storage": out / "storage.json"}
 
         result = self.run_action(Action("storage", fields, self.job.about), produce)
+        self.log.result("storage", result)
         return self.store.path(result.outputs["storage"]).read_text(encoding="utf-8")
 
     @property
@@ -364,7 +368,7 @@ class Stages:
             interface = self._named(scratch, "interface.json", self.emit)
             out = scratch / "params.irpa"
             arguments = [interface, "--seed", str(SEED), "--out", out]
-            process.run_module("runtime.params_random", arguments, scratch)
+            self.log.add(process.run_module("runtime.params_random", arguments, scratch))
             return {"params": out}
 
         return self._run("random-params", fields, produce)
@@ -414,13 +418,14 @@ class Stages:
         given, out = scratch / "inputs", scratch / "out"
         probe = "runtime.probe"
         arguments: list[str | Path] = ["inputs", interface, "--seed", str(SEED), "--out", given]
-        process.run_module(probe, arguments, scratch)
+        self.log.add(process.run_module(probe, arguments, scratch))
         arguments = ["expect", *self._config_arguments(scratch), "--params", archive]
         arguments += ["--inputs", given, "--seed", str(SEED), "--new-tokens", str(tokens)]
-        self.log.add(process.run_module("emit", [*arguments, "--out", out], scratch))
+        arguments += ["--out", out]
+        self.log.add(process.run_module("emit", arguments, scratch, progress=True))
         entries = scratch / "entries.json"
         arguments = ["summarize", interface, "--seed", str(SEED), "--expected", out]
-        process.run_module(probe, [*arguments, "--out", entries], scratch)
+        self.log.add(process.run_module(probe, [*arguments, "--out", entries], scratch))
         content: dict[str, Any] = json.loads((out / "prompts.json").read_text())
         content |= {"schema": 1, "entries": json.loads(entries.read_text()), **more}
         (out / "prompts.json").unlink()

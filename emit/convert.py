@@ -17,11 +17,11 @@ from emit.dequant.coded import Coded, Dequantized
 from emit.errors import EmitError
 from emit.forms import Form
 from emit.packed import Layout, Packed
-from emit.progress import progress
 from emit.quantize import quantize
 from emit.state import DTYPES, WORDS
 from emit.storage import How, Storage, carriable, coded_parts
 from emit.weights import Param, Source, WeightMap, known_unused, resolve
+from runtime.progress import progress
 
 PIECE = 1 << 25  # numbers of a tensor that are made at once, where it can be read in pieces
 MAPPED = 1 << 26  # bytes that are written until the memory of what was read is given back

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from emit.entry import Model, entries, params_of
 from emit.ops.quantized import Quantized
 from emit.shape import Shape
 from emit.storage import Storage
+from runtime.progress import Progress, progress
 
 PROMPT_LENGTHS = (1, 3, 9, 19, 40)
 TOP = 8
@@ -29,6 +30,7 @@ WIDE_BYTES = 2 << 30  # of all parameters in float32
 SHAKE = np.float32(2**-22)  # twice the distance of two float32 numbers, at most
 SMALL = 1 << 20  # elements
 TINY = np.finfo(np.float32).tiny
+Item = TypeVar("Item")
 
 
 def load_params(model: Model, storage: Storage, path: Path) -> dict[str, Any]:
@@ -72,22 +74,37 @@ def expected(
     them come as far apart, but for a factor.
     """
     other = shaken(params, seed)
-    for entry in entries(model, shape):
-        run = jax.jit(entry.fn)
+    every = [
+        (entry, jax.jit(entry.fn), path)
+        for entry in entries(model, shape)
+        for path in given_to(entry.name, inputs)
+    ]
+    for entry, run, path in told(every, progress("expected results", len(every), unit="calls")):
+        with np.load(path) as given:
+            arrays = [given[name] for name, _ in entry.inputs]
+        results = run(params if entry.uses_params else {}, *arrays)
         names = [name for name, _ in entry.outputs]
-        for path in sorted(inputs.glob(f"{entry.name}*.npz")):
-            if path.stem.partition("@")[0] != entry.name:
-                continue
-            with np.load(path) as given:
-                arrays = [given[name] for name, _ in entry.inputs]
-            results = run(params if entry.uses_params else {}, *arrays)
-            named = {n: np.asarray(r) for n, r in zip(names, results, strict=True)}
-            more = {}
-            if entry.uses_params:
-                others = zip(names, run(other, *arrays), strict=True)
-                moved = {n: _distance(np.asarray(r), named[n]) for n, r in others if n != "argmax"}
-                more["sensitivity"] = np.asarray([moved.pop("logits"), max(moved.values())])
-            np.savez(out / path.name, allow_pickle=False, **named, **more)
+        named = {n: np.asarray(r) for n, r in zip(names, results, strict=True)}
+        more = {}
+        if entry.uses_params:
+            others = zip(names, run(other, *arrays), strict=True)
+            moved = {n: _distance(np.asarray(r), named[n]) for n, r in others if n != "argmax"}
+            more["sensitivity"] = np.asarray([moved.pop("logits"), max(moved.values())])
+        np.savez(out / path.name, allow_pickle=False, **named, **more)
+
+
+def given_to(name: str, inputs: Path) -> list[Path]:
+    """The files of inputs of the entry `name`, one a call."""
+    found = inputs.glob(f"{name}*.npz")
+    return sorted(path for path in found if path.stem.partition("@")[0] == name)
+
+
+def told(items: Iterable[Item], shown: Progress) -> Iterator[Item]:
+    """The items, each told as done when the next is asked for."""
+    with shown:
+        for item in items:
+            yield item
+            shown.add(1)
 
 
 def _distance(found: np.ndarray, wanted: np.ndarray) -> float:
@@ -127,7 +144,8 @@ def generate(
     texts = [list(prompt) for prompt in prompts]
     tops: list[list[list[list[float]]]] = [[] for _ in prompts]
     goals = [len(prompt) + new_tokens for prompt in prompts]
-    for position in range(max(goals) - 1):
+    steps = max(goals) - 1
+    for position in told(range(steps), progress("reference", steps, unit="steps")):
         active = [position < goal - 1 for goal in goals]
         tokens = [text[position] if on else 0 for text, on in zip(texts, active, strict=True)]
         logits, state = step(

@@ -32,6 +32,8 @@ COMMANDS = {
     "verify": ("runtime.verify", "check a bundle's digests and its reference on this device"),
     "selftest": ("runtime.selftest", "check that requests do not disturb each other here"),
     "bench": ("runtime.bench", "measure a bundle on this device"),
+    "pull": ("runtime.pull", "bring a bundle here and check it"),
+    "unpack": ("runtime.pack", "make a bundle of a packed one"),
 }
 _DESCRIPTION = "Run a Scanwright bundle."
 # field of SamplingParams: default, placeholder, meaning

@@ -26,6 +26,7 @@ import numpy as np
 from runtime import manifest as manifest_file
 from runtime.errors import UserError, report
 from runtime.manifest import FunctionSpec, Manifest, Tolerance
+from runtime.progress import progress
 
 SAMPLES = 32
 PROJECTIONS = 4
@@ -250,22 +251,30 @@ def check_entries(device: Any, manifest: Manifest, entries: Mapping[str, Any]) -
 def check_whole(device: Any, manifest: Manifest, seed: int, expected: Path) -> list[Check]:
     """Run every entry on its seeded inputs and compare with `expected`/<call>.npz in full."""
     rows: list[Check] = []
-    run = Runs(device)
-    for call, name in calls(manifest.functions):
-        spec = manifest.functions[name]
-        given = inputs(call, spec, manifest.model.vocab_size, manifest.shape.context, seed)
-        found = run(name, spec, given)
-        with np.load(expected / f"{call}.npz") as wanted:
-            moved = _moved(wanted)
-            for tensor in spec.outputs:
-                want = wanted[tensor.name]
-                if tensor.name == "argmax":
-                    error = argmax_error(found["argmax"], want, found["logits"])
-                else:
-                    error = whole_error(found[tensor.name], want)
-                allowed = bound(tensor.name, manifest.proof.tolerance, moved)
-                rows.append(Check(call, tensor.name, error, allowed))
+    run, every = Runs(device), list(calls(manifest.functions))
+    with progress("proof", len(every), unit="calls") as shown:
+        for call, name in every:
+            rows += _check_call(run, call, manifest.functions[name], manifest, seed, expected)
+            shown.add(1)
     return rows
+
+
+def _check_call(
+    run: Runs, call: str, spec: FunctionSpec, manifest: Manifest, seed: int, expected: Path
+) -> Iterator[Check]:
+    """One call, each of its outputs compared in full."""
+    given = inputs(call, spec, manifest.model.vocab_size, manifest.shape.context, seed)
+    found = run(call.partition("@")[0], spec, given)
+    with np.load(expected / f"{call}.npz") as wanted:
+        moved = _moved(wanted)
+        for tensor in spec.outputs:
+            want = wanted[tensor.name]
+            if tensor.name == "argmax":
+                error = argmax_error(found["argmax"], want, found["logits"])
+            else:
+                error = whole_error(found[tensor.name], want)
+            allowed = bound(tensor.name, manifest.proof.tolerance, moved)
+            yield Check(call, tensor.name, error, allowed)
 
 
 def _moved(wanted: Mapping[str, Any]) -> dict[str, float] | None:

@@ -346,8 +346,7 @@ def test_a_file_that_is_no_module_is_one_line(tmp_path: Path, data: bytes) -> No
 def test_compile_error_is_one_line_and_keeps_the_text(
     tmp_path: Path, entries: dict, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path / "kept"))
-    (tmp_path / "kept").mkdir()
+    monkeypatch.setenv("SCANWRIGHT_CACHE", str(tmp_path / "a cache"))
     (tmp_path / "out").mkdir()
     name, path = entries["f32"][1]
     broken = tmp_path / "broken.mlir"
@@ -357,9 +356,24 @@ def test_compile_error_is_one_line_and_keeps_the_text(
         compile_module([(name, broken)], resolve_target("vulkan").flags, tmp_path / "out" / "m")
     message = str(caught.value)
     assert "\n" not in message and "error:" in message and "stablehlo.multiplied" in message
-    kept = Path(message.rpartition("kept as ")[2].partition(",")[0])
-    assert kept.read_text(encoding="utf-8") == link([(name, broken.read_text(encoding="utf-8"))])
     assert list((tmp_path / "out").iterdir()) == []
+    (kept,) = (tmp_path / "a cache" / "failed").iterdir()
+    graph = (kept / "model.mlir").read_text(encoding="utf-8")
+    assert graph == link([(name, broken.read_text(encoding="utf-8"))])
+    first = (kept / "error.txt").read_text(encoding="utf-8").strip()
+    assert message.startswith(f"iree-compile: {first}; ")
+    # What it says to paste, pasted: in another directory, with another environment.
+    pasted = message.rpartition("to reproduce it: ")[2]
+    done = subprocess.run(["bash", "-c", pasted], cwd="/", env={"PATH": "/usr/bin:/bin"},
+                          capture_output=True, text=True, check=False)  # fmt: skip
+    said = (kept / "compiler.log").read_text(encoding="utf-8")
+    assert done.returncode == 1 and done.stderr == said and first in said
+    # Once more is the same place; and it is the graph that is wrong: mended, it compiles there.
+    with pytest.raises(UserError, match=re.escape(pasted)):
+        compile_module([(name, broken)], resolve_target("vulkan").flags, tmp_path / "out" / "m")
+    (kept / "model.mlir").write_text(link([(name, text)]), encoding="utf-8")
+    done = subprocess.run(["bash", "-c", pasted], cwd="/", capture_output=True, check=False)
+    assert done.returncode == 0 and (kept / "model.vmfb").stat().st_size > 10_000
 
 
 def test_wrong_flag_is_one_line(tmp_path: Path, entries: dict) -> None:

@@ -26,7 +26,12 @@ BANS: dict[str, tuple[str, ...]] = {
     "runtime.sampling": ("iree",),
 }
 ALLOWED = {
-    "artifacts": ("runtime.manifest", "runtime.errors", "runtime.vmfb"),
+    "artifacts": (
+        *("runtime.manifest", "runtime.errors", "runtime.vmfb"),
+        *("runtime.blobs", "runtime.oci", "runtime.pack", "runtime.place", "runtime.s3"),
+        *("runtime.progress", "runtime.web"),
+    ),
+    "emit": ("runtime.progress",),
     "recipes": ("runtime.errors",),
 }
 
@@ -100,7 +105,7 @@ PLANTED = [
     ("runtime/session.py", "import iree.runtime, numpy, emitter", 0),
     ("runtime/sampling.py", "import iree.runtime", 1),
     ("runtime/sampling.py", "import numpy", 0),
-    ("artifacts/compile.py", "from runtime import manifest, errors", 0),
+    ("artifacts/compile.py", "from runtime import manifest, errors, web", 0),
     ("artifacts/compile.py", "from runtime.errors import UserError", 0),
     ("artifacts/compile.py", "from runtime import session", 1),
     ("artifacts/compile.py", "import runtime", 1),

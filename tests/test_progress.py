@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from artifacts import process
-from emit.progress import ERASE, LINE_S, Progress, bar, clock, line, sized
 from runtime.errors import UserError
+from runtime.progress import ERASE, TOLD_S, Progress, bar, clock, line, sized
 
 GIB = 1 << 30
 
@@ -93,13 +93,58 @@ def test_a_moment_shows_nothing(terminal: tuple[int, int]) -> None:
 
 
 def test_elsewhere_there_is_a_line_now_and_then(tmp_path: Path) -> None:
+    """Soon, then each half minute, and at the end, however often something is done."""
     time = Clock()
-    with (tmp_path / "log").open("wb") as out, Progress("w", 100, out.fileno(), time) as shown:
-        for _ in range(10):
-            time.now += LINE_S / 4
-            shown.add(10)
-    lines = (tmp_path / "log").read_text().splitlines()
-    assert [row[:8] for row in lines] == ["w:  40 %", "w:  80 %"]
+    with (tmp_path / "log").open("wb") as out, Progress("w", 1000, out.fileno(), time) as shown:
+        for _ in range(1000):
+            time.now += 0.0625
+            shown.add(1)
+    assert (tmp_path / "log").read_text().splitlines() == [
+        "w:   8 %, 80 B of 1000 B, 16 B/s, 0:57 left",
+        "w:  56 %, 560 B of 1000 B, 16 B/s, 0:27 left",
+        "w: 100 %, 1000 B of 1000 B, 16 B/s, in 1:02",
+    ]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_elsewhere_a_moment_and_a_failure_have_no_last_line(tmp_path: Path, fails: bool) -> None:
+    time, caught = Clock(), pytest.raises(ZeroDivisionError) if fails else nullcontext()
+    with (tmp_path / "log").open("wb") as out, caught, Progress("w", 9, out.fileno(), time) as to:
+        time.now += TOLD_S + 1 if fails else TOLD_S
+        to.add(5)
+        assert 1 / (not fails)
+    assert (tmp_path / "log").read_text() == ""
+
+
+def test_other_things_than_bytes_are_counted(terminal: tuple[int, int], tmp_path: Path) -> None:
+    assert line("proof", 3, 12, 0.25, "calls") == (
+        "proof:  25 %, 3 of 12 calls, 0.25 calls/s, 0:36 left"
+    )
+    time = Clock()
+    with (tmp_path / "log").open("wb") as out:
+        shown = Progress("p", 8, out.fileno(), time, unit="calls")
+        with shown:
+            time.now += 4
+            shown.add(8)
+    assert (tmp_path / "log").read_text() == "p: 100 %, 8 of 8 calls, 2.0 calls/s, in 0:04\n"
+
+
+def test_what_was_there_before_counts_for_no_rate(terminal: tuple[int, int]) -> None:
+    """A download that goes on: 900 of 1000 bytes are here, and 10 come in a second."""
+    time = Clock()
+    with Progress("d", 1000, terminal[1], time, done=900) as shown:
+        time.now += 1
+        shown.reach(910)
+    assert seen(terminal).split(ERASE)[1].startswith("d:  91 %, 910 B of 1000 B, 10 B/s, 0:09 left")
+
+
+def test_a_name_says_nothing_to_the_terminal(terminal: tuple[int, int]) -> None:
+    time = Clock()
+    with Progress("download \x1b[2Ja\nb", 10, terminal[1], time) as shown:
+        time.now += 1
+        shown.add(1)
+    text = seen(terminal).replace(ERASE, "")
+    assert text.startswith("download ?[2Ja?b:") and text.isprintable()
 
 
 def test_the_rate_is_that_of_the_last_seconds(tmp_path: Path) -> None:
@@ -110,7 +155,7 @@ def test_the_rate_is_that_of_the_last_seconds(tmp_path: Path) -> None:
         for _ in range(600):
             time.now += 0.2
             shown.add(100)
-    assert "500 B/s" in (tmp_path / "log").read_text().splitlines()[-1]
+    assert "500 B/s" in (tmp_path / "log").read_text().splitlines()[-2]
 
 
 def test_a_terminal_that_went_away_stops_nothing(terminal: tuple[int, int]) -> None:
@@ -123,7 +168,7 @@ def test_a_terminal_that_went_away_stops_nothing(terminal: tuple[int, int]) -> N
 
 STAGE = """
 import sys, time
-from emit.progress import progress
+from runtime.progress import progress
 print("kept for errors", file=sys.stderr)
 with progress("stage", 100) as shown:
     for _ in range(8):

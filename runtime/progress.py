@@ -17,7 +17,9 @@ from types import TracebackType
 VARIABLE = "SCANWRIGHT_PROGRESS"
 QUIET_S = 0.5  # before a bar is shown
 REDRAW_S = 0.1
-LINE_S = 30.0  # between lines where there is no terminal
+FIRST_S = 5.0  # before the first line where there is no terminal
+LINE_S = 30.0  # between the lines there
+TOLD_S = 1.0  # what took longer has a last line there
 WINDOW_S = 10.0  # that the rate is measured over
 ERASE = "\r\x1b[K"
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
@@ -39,41 +41,60 @@ def clock(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"
 
 
-def line(word: str, done: int, total: int, rate: float) -> str:
-    """What there is to say of `done` of `total` bytes, at `rate` bytes a second (0: not known)."""
+def line(word: str, done: int, total: int, rate: float, unit: str = "") -> str:
+    """What there is to say of `done` of `total`, at `rate` a second (0: not known).
+
+    They count `unit`, a word in the plural, or bytes.
+    """
     share = 100 * done // total if total else 100
-    text = f"{word}: {share:3} %, {sized(done)} of {sized(total)}"
+    of = f"{done} of {total} {unit}" if unit else f"{sized(done)} of {sized(total)}"
+    text = f"{word}: {share:3} %, {of}"
     if rate > 0:
-        text += f", {sized(rate)}/s, {clock((total - done) / rate)} left"
+        speed = f"{_short(rate)} {unit}" if unit else sized(rate)
+        text += f", {speed}/s, {clock(max(0, total - done) / rate)} left"
     return text
 
 
-def bar(word: str, done: int, total: int, rate: float, width: int) -> str:
+def _short(rate: float) -> str:
+    """Two digits or more, no exponent."""
+    return f"{rate:.0f}" if rate >= 10 else f"{rate:.1f}" if rate >= 1 else f"{rate:.2g}"
+
+
+def bar(word: str, done: int, total: int, rate: float, width: int, unit: str = "") -> str:
     """The line with a bar behind it, in at most `width` columns."""
-    text = line(word, done, total, rate)
+    text = line(word, done, total, rate, unit)
     room = min(width - len(text) - 4, 40)
     if room < 8:
         return text[: max(width - 1, 0)]
-    full = room * done // total if total else room
+    full = min(room, room * done // total) if total else room
     return f"{text} [{'#' * full}{'.' * (room - full)}]"
 
 
 class Progress:
-    """Counts bytes up to `total` and tells of them under the name `word`, as a context.
+    """Counts up to `total` bytes, or `unit`, and tells of them under the name `word`, as a context.
 
     On a terminal a bar is redrawn in place once the work takes longer than a moment, and is gone at
-    the end; elsewhere a line is written every half minute.
+    the end. Elsewhere a line is written after some seconds, then every half minute, and one at the
+    end of what took longer than a second. `done` are there before any work, and count for no rate.
     """
 
     def __init__(
-        self, word: str, total: int, descriptor: int, now: Callable[[], float] = time.monotonic
+        self,
+        word: str,
+        total: int,
+        descriptor: int,
+        now: Callable[[], float] = time.monotonic,
+        *,
+        unit: str = "",
+        done: int = 0,
     ) -> None:
-        self.done = 0
-        self._word, self._total, self._to, self._now = word, total, descriptor, now
+        self.done = done
+        self._word, self._total, self._to, self._now = _plain(word), total, descriptor, now
+        self._unit = unit
         self._terminal = os.isatty(descriptor)
-        began = now()
-        self._next = began + (QUIET_S if self._terminal else LINE_S)
-        self._seen = deque([(began, 0)])
+        self._began = (now(), done)
+        self._next = self._began[0] + (QUIET_S if self._terminal else FIRST_S)
+        self._seen = deque([self._began])
         self._drawn = False
 
     def __enter__(self) -> Progress:
@@ -84,10 +105,21 @@ class Progress:
     ) -> None:
         if self._drawn:
             self._write(ERASE)
+        then, before = self._began
+        seconds = self._now() - then
+        if kind is None and not self._terminal and seconds > TOLD_S:
+            text = line(self._word, self.done, self._total, 0.0, self._unit)
+            rate = (self.done - before) / seconds
+            speed = f"{_short(rate)} {self._unit}" if self._unit else sized(rate)
+            self._write(f"{text}, {speed}/s, in {clock(seconds)}\n")
 
     def add(self, count: int) -> None:
-        """`count` more bytes are done."""
-        self.done += count
+        """`count` more are done."""
+        self.reach(self.done + count)
+
+    def reach(self, done: int) -> None:
+        """`done` are done in all."""
+        self.done = done
         now = self._now()
         if now < self._next:
             return
@@ -98,16 +130,22 @@ class Progress:
         if now > then:
             rate = max(0, self.done - before) / (now - then)
         if self._terminal:
-            text = bar(self._word, self.done, self._total, rate, _columns(self._to))
+            width = _columns(self._to)
+            text = bar(self._word, self.done, self._total, rate, width, self._unit)
             self._drawn, self._next = True, now + REDRAW_S
             self._write(ERASE + text)
         else:
             self._next = now + LINE_S
-            self._write(line(self._word, self.done, self._total, rate) + "\n")
+            self._write(line(self._word, self.done, self._total, rate, self._unit) + "\n")
 
     def _write(self, text: str) -> None:
         with contextlib.suppress(OSError):  # the terminal is gone: the work goes on
             os.write(self._to, text.encode())
+
+
+def _plain(word: str) -> str:
+    """The word without what a terminal would obey: names of files come from elsewhere."""
+    return "".join(char if char.isprintable() else "?" for char in word)
 
 
 def _columns(descriptor: int) -> int:
@@ -117,10 +155,11 @@ def _columns(descriptor: int) -> int:
         return 80
 
 
-def progress(word: str, total: int) -> Progress:
+def progress(word: str, total: int, *, unit: str = "", done: int = 0) -> Progress:
     """The Progress of this process's stage, told where the user sees it."""
     given = os.environ.get(VARIABLE, "")
     if given:
         # Not of the terminal's foreground group, it would be stopped for writing to some terminals.
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)
-    return Progress(word, total, int(given) if given.isdecimal() else 2)
+    descriptor = int(given) if given.isdecimal() else 2
+    return Progress(word, total, descriptor, unit=unit, done=done)
