@@ -66,7 +66,7 @@ def compile_triple(
 
     `resolver(words, proof=)` gives the fields of the job. Returns the worker's `process`,
     `seconds`, `module` ({"sha256", "size"}), `status` and `reason` of the proof, and `records`:
-    stage, key, cached, outputs by name. Raises UserError, also if this installation's identity is
+    stage, fields, about, key, cached, outputs by name. Raises UserError, also if this installation's identity is
     not the `expected` one.
     """
     if identity() != expected:
@@ -100,6 +100,8 @@ def _records(store: Store, log: BuildLog) -> list[dict[str, Any]]:
             outputs = {n: {"sha256": b.sha256, "size": b.size} for n, b in record.outputs.items()}
             found[record.key] = {
                 "stage": record.stage,
+                "fields": record.fields,
+                "about": record.about,
                 "key": record.key,
                 "cached": row["cached"],
                 "outputs": outputs,
