@@ -78,7 +78,7 @@ def builder() -> plan.Plan:
     """The stages of this run. UserError where the words select several."""
     if SEVERAL:
         raise UserError(f"the words select several builds; only {' and '.join(MANY)} take them")
-    return plan.Plan(Store(default_root()), JOB, BUILD)
+    return plan.Plan(Store(default_root(), remote=from_environment()), JOB, BUILD)
 
 
 def action(function: Callable[[], object]) -> Callable[[], bool]:
@@ -175,8 +175,8 @@ def task_plan():
     """say what a build would run, why, how big it gets and how long it takes; run nothing"""
 
     def show() -> None:
-        looked_at = plan.Plan(Looking(default_root()), JOB, BUILD)
-        print("\n".join(estimate.report(looked_at)))
+        with Looking(default_root(), remote=from_environment()) as cache:
+            print("\n".join(estimate.report(plan.Plan(cache, JOB, BUILD), cache)))
 
     return {"actions": [action(show)]}
 
@@ -200,7 +200,8 @@ def task_farm():
         fixed = {word: GIVEN[word] for word in ("weights", "params", "proof")}
         words = [fixed | select.absolute(row) for row in select.triples(chosen)]
         proof = "--no-proof" not in sys.argv
-        farm = Farm(Store(default_root()), words, select.parts, proof)
+        store = Store(default_root(), remote=from_environment())
+        farm = Farm(store, words, select.parts, proof)
         good = farm.run(GIVEN["scheduler"], workers and int(workers))
         print("\n".join(farm.table()))
         return good

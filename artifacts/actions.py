@@ -43,12 +43,19 @@ class Action:
 
 @dataclass(frozen=True)
 class Result:
-    """The outputs of an action, in the store. `hit` if they were there already."""
+    """The outputs of an action, in the store. `hit` if they were there already, or came from the
+    remote cache, which `remote` says."""
 
     key: str
     hit: bool
     outputs: dict[str, Blob]
     meta: Any
+    remote: bool = False
+
+
+def remote_record(store: Store, action: Action) -> Record | None:
+    """The record of an action that this cache lacks, brought into it from the remote one."""
+    return None if store.remote is None else store.remote.pull(store, action)
 
 
 def run(
@@ -59,7 +66,7 @@ def run(
     *,
     resumed: bool = False,
 ) -> Result:
-    """The result of `action`, from the store or made now by `produce`.
+    """The result of `action`, from the store, the remote cache or made now by `produce`.
 
     `produce` gets an empty directory on the store's filesystem and returns output name -> file;
     files inside the directory are moved into the store, others copied. With `resumed` it is one of
@@ -78,6 +85,9 @@ def run(
             record = store.lookup(action.key, report=False)
             if record is not None:
                 return Result(action.key, True, record.outputs, record.meta)
+            record = remote_record(store, action)
+            if record is not None:
+                return Result(action.key, True, record.outputs, record.meta, remote=True)
             with store.work(action.key) if resumed else store.scratch() as scratch:
                 try:
                     files = dict(produce(scratch))
@@ -94,6 +104,8 @@ def run(
                 stage=action.stage,
                 about=action.about,
             )
+        if store.remote is not None:
+            store.remote.push(store, made)
     return Result(action.key, False, made.outputs, made.meta)
 
 
@@ -135,6 +147,9 @@ def explain(store: Store, action: Action) -> list[str]:
         size = sum(blob.size for blob in record.outputs.values())
         outputs = "1 file" if len(record.outputs) == 1 else f"{len(record.outputs)} files"
         return [f"{action.label}: cached ({outputs}, {size} bytes, key {action.key[:12]})"]
+    if store.remote is not None and (record := store.remote.peek(action)) is not None:
+        size = sum(blob.size for blob in record.outputs.values())
+        return [f"{action.label}: in the remote cache {store.remote.url} ({size} bytes)"]
     other = _nearest(store, action)
     if other is None:
         return [f"{action.label}: will run, no {action.stage} is in the cache yet"]

@@ -47,8 +47,9 @@ class BuildLog:
         self._usage = usage
 
     def result(self, stage: str, result: Result, extra: Mapping[str, Any] | None = None) -> None:
-        """A stage's result: whether it was cached, its key, and the files it made."""
+        """A stage's result: whether it was cached, and where, its key, and the files it made."""
         row: dict[str, Any] = {"stage": stage, "cached": result.hit, "key": result.key}
+        row |= {"remote": True} if result.remote else {}
         row["outputs"] = {name: blob.size for name, blob in result.outputs.items()}
         if self._usage is not None and not result.hit:
             row["process_seconds"] = round(self._usage.seconds, 3)
@@ -57,8 +58,8 @@ class BuildLog:
         self.rows.append(row | dict(extra or {}))
 
     def append_to(self, directory: Path) -> None:
-        """Add the rows to `directory`/build.log.jsonl, if a stage did run."""
-        if all(row.get("cached", True) for row in self.rows):
+        """Add the rows to `directory`/build.log.jsonl, if a stage did run or came from afar."""
+        if all(row.get("cached", True) and not row.get("remote") for row in self.rows):
             return
         path = directory / FILE_NAME
         with explained(path), path.open("a", encoding="utf-8") as out:

@@ -17,6 +17,7 @@ from typing import Any
 
 from artifacts import buildlog
 from artifacts.lockfile import Lock, is_weights
+from artifacts.looking import Looking
 from artifacts.plan import Finding, Plan
 from artifacts.process import ROOT
 from artifacts.stages import RANDOM_PARAMS_LIMIT, Miss
@@ -63,10 +64,10 @@ class Past:
 
 
 class Estimator:
-    """Estimates for the stages of `plan`, which is looked at only."""
+    """Estimates for the stages of `plan`, whose store is `cache`."""
 
-    def __init__(self, plan: Plan) -> None:
-        self.plan, self.job = plan, plan.job
+    def __init__(self, plan: Plan, cache: Looking) -> None:
+        self.plan, self.job, self.cache = plan, plan.job, cache
 
     def rows(self) -> list[tuple[Finding, Estimate | None]]:
         """Every stage with its estimate, None for what would not run."""
@@ -78,6 +79,12 @@ class Estimator:
             if skipped:
                 why = f"{finding.stage}: not part of this build, {skipped}"
                 finding = Finding(finding.stage, "done", (why,))
+            brought = self.cache.elsewhere.get(finding.stage)
+            if finding.state == "done" and brought is not None:
+                line = f"{finding.stage}: done, in the remote cache"
+                estimate = Estimate(brought, rule_of("fetch", brought)[0], "to download")
+                found.append((Finding(finding.stage, "done", (line,)), estimate))
+                continue
             if finding.stage in ("expect", "compile") and finding.state == "after":
                 found += [(row, self.of(row.stage)) for row in self._foreseen(finding, states)]
             found.append((finding, None if finding.state == "done" else self.of(finding.stage)))
@@ -142,7 +149,7 @@ class Estimator:
         found: dict[str, list[Past]] = {}
         for path in sorted(self.plan.build.glob(f"*/*/*/{buildlog.FILE_NAME}")):
             try:
-                params = sum(p.size for p in manifest_file.load(path.parent).params)
+                params = sum(p.nbytes for p in manifest_file.load(path.parent).params)
                 lines = path.read_text(encoding="utf-8").splitlines()
             except (UserError, OSError, UnicodeDecodeError):
                 continue
@@ -246,9 +253,9 @@ def _count(config: str | None) -> dict[str, int] | None:
     return json.loads(done.stdout) if done.returncode == 0 else None
 
 
-def report(plan: Plan) -> list[str]:
+def report(plan: Plan, cache: Looking) -> list[str]:
     """The lines of `doit plan`: every stage, why it would run, size, time, and the total."""
-    rows = Estimator(plan).rows()
+    rows = Estimator(plan, cache).rows()
     lines = [" ".join(f"{name}={word}" for name, word in plan.job.about.items())]
     for finding, estimate in rows:
         first, *rest = finding.lines

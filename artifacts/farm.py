@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from artifacts.actions import Action, remote_record
 from artifacts.farm_worker import TOPIC, Resolver, compile_triple, identity
 from artifacts.store import Store
 from runtime.errors import UserError
@@ -54,12 +55,17 @@ class Farm:
         return not self.failures
 
     def _arrived(self, row: Mapping[str, Any]) -> bool:
-        """Whether the compiled module and its proof are in this machine's cache now.
+        """Whether the compiled modules and their proof are in this machine's cache now.
 
-        The look-up itself fetches what another cache has, if the store reads from one.
+        What is not is brought from the remote cache, if there is one.
         """
-        keys = [r["key"] for r in row["records"] if r["stage"] in ("compile", "proof")]
-        return all(self.store.lookup(key) is not None for key in keys)
+        for record in row["records"]:
+            action = Action(record["stage"], record["fields"], record["about"])
+            if record["stage"] in ("compile", "proof"):
+                if self.store.lookup(action.key) is None:
+                    if remote_record(self.store, action) is None:
+                        return False
+        return True
 
     def _follow(self, client: Any) -> None:
         """Submit all, and tell of what happens until all have ended."""

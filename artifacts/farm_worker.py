@@ -1,7 +1,7 @@
 """What a Dask worker does for `doit farm`: one compile, and all that it needs before it.
 
-A worker has this package and its own cache (SCANWRIGHT_CACHE), which all workers may share. It
-gets words, not files, and gives back digests; the bytes stay in the store.
+A worker has this package and its own cache (SCANWRIGHT_CACHE), which all workers may share, and the
+remote cache, if SCANWRIGHT_REMOTE names one. It gets words, not files, and gives back digests; the bytes stay in the store.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from artifacts import bundle
 from artifacts.buildlog import BuildLog
 from artifacts.job import Job
 from artifacts.process import ROOT
+from artifacts.remote import from_environment
 from artifacts.sources import PACKAGES
 from artifacts.stages import Stages
 from artifacts.store import Store, default_root
@@ -77,7 +78,7 @@ def compile_triple(
     say = tell or _dask_event(words)
     say({"event": "started"})
     started = time.perf_counter()
-    store = Store(default_root())
+    store = Store(default_root(), remote=from_environment())
     log = ToldLog(tell=say)
     with store.using():
         stages = Stages(store, Job(**resolver(words, proof=proof)), log)

@@ -3,20 +3,69 @@
 from __future__ import annotations
 
 import contextlib
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from artifacts.disk import explained, hash_file
 from artifacts.records import Blob, Record
 from artifacts.store import Store
 
+if TYPE_CHECKING:
+    from artifacts.actions import Action
+    from artifacts.remote import Remote
+
+READ_LIMIT = 64 << 20  # bytes of a result in the remote cache that is read to look further
+UNREAD = ("convert", "random-params")  # of which the digests are enough
+
 
 class Looking(Store):
-    """The cache at `root`, which need not be there. What would write into it does not."""
+    """The cache at `root`, which need not be there. What would write into it does not.
 
-    def __init__(self, root: Path | str, *, rehash_limit: int = 64 << 20) -> None:
+    Results of the remote cache that later keys depend on go to a temporary directory, which lasts
+    as long as the block; `elsewhere` holds the bytes of each that was seen there, by stage.
+    """
+
+    def __init__(
+        self, root: Path | str, *, rehash_limit: int = 64 << 20, remote: Remote | None = None
+    ) -> None:
         self.root = Path(root).expanduser().absolute()
         self.rehash_limit = rehash_limit
+        self.remote = remote
+        self.elsewhere: dict[str, int] = {}
+        self._hold = contextlib.ExitStack()
+        self._copies: Store | None = None
+
+    def __enter__(self) -> Looking:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hold.close()
+
+    def path(self, blob: Blob) -> Path:
+        """Where the bytes of `blob` are, or would be in the cache."""
+        own = super().path(blob)
+        if self._copies is not None and not own.exists():
+            return self._copies.path(blob)
+        return own
+
+    def foreseen(self, action: Action) -> Record | None:
+        """The record of an action that a build would bring from the remote cache."""
+        record = None if self.remote is None else self.remote.peek(action)
+        if record is None or self.remote is None:
+            return None
+        size = sum(blob.size for blob in record.outputs.values())
+        if action.stage not in UNREAD:
+            if size > READ_LIMIT:
+                return None
+            if self._copies is None:
+                kept = tempfile.TemporaryDirectory(prefix="scanwright-plan-")
+                self._copies = Store(self._hold.enter_context(kept))
+            record = self._copies.lookup(action.key) or self.remote.pull(self._copies, action)
+        if record is not None:
+            self.elsewhere[action.stage] = size
+        return record
 
     @contextlib.contextmanager
     def using(self) -> Iterator[None]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 SCHEMA = 1
 _HEX = frozenset("0123456789abcdef")
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,127}")
 
 
 def is_digest(word: object) -> bool:
@@ -92,9 +94,23 @@ def decode_record(data: bytes, key: str) -> Record:
     if not isinstance(body, dict) or body.get("schema") != SCHEMA:
         raise ValueError(f"not a record of schema {SCHEMA}")
     total = body.pop("sum", None)
+    if body.keys() != {"schema", "key", "stage", "fields", "about", "outputs", "meta"}:
+        raise ValueError(f"has the keys {', '.join(sorted(body))[:200]}")
     if total != hashlib.sha256(canonical(body)).hexdigest():
         raise ValueError("does not match its own sum")
     if body["key"] != key or action_key(body["stage"], body["fields"]) != key:
         raise ValueError("is not the record of its key")
-    outputs = {name: Blob(item["sha256"], item["size"]) for name, item in body["outputs"].items()}
+    outputs = {name: _blob(name, item) for name, item in body["outputs"].items()}
     return Record(key, body["stage"], body["fields"], body["about"], outputs, body["meta"])
+
+
+def _blob(name: str, item: Any) -> Blob:
+    """One output of a record: a file's plain name, a digest and a size, and nothing else."""
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"output {name[:80]!r} is not a file's name")
+    if not isinstance(item, dict) or item.keys() != {"sha256", "size"}:
+        raise ValueError(f"output {name}: found {str(item)[:80]!r}, expected sha256 and size")
+    sha256, size = item["sha256"], item["size"]
+    if not is_digest(sha256) or type(size) is not int or size < 0:
+        raise ValueError(f"output {name}: found {str(item)[:80]!r}, expected a digest and bytes")
+    return Blob(sha256, size)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from artifacts import metadata, process
-from artifacts.actions import Action, Result, run
+from artifacts.actions import Action, Result, remote_record, run
 from artifacts.buildlog import BuildLog
 from artifacts.fetch import Checkpoint, NotHere, fetch
 from artifacts.job import Job
@@ -75,8 +75,11 @@ class Stages:
         return Result(action.key, True, record.outputs, record.meta)
 
     def look(self, action: Action) -> Record | None:
-        """The record of `action` if it is cached."""
-        return self.store.lookup(action.key, report=not self.dry)
+        """The record of `action` if it is cached, here or (unless dry) in the remote cache."""
+        record = self.store.lookup(action.key, report=not self.dry)
+        if record is None and self.dry:
+            return self.store.foreseen(action)
+        return record or remote_record(self.store, action)
 
     # Checkpoint
 

@@ -22,7 +22,7 @@ import sys
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from artifacts.disk import (
     copy_hashed,
@@ -37,6 +37,10 @@ from artifacts.locks import Scratch, alive, locked, sweep
 from artifacts.records import Blob, Record, action_key, decode_record, encode_record, is_digest
 from runtime.errors import UserError
 
+if TYPE_CHECKING:
+    from artifacts.actions import Action
+    from artifacts.remote import Remote
+
 
 def default_root() -> Path:
     """SCANWRIGHT_CACHE, or ~/.cache/scanwright."""
@@ -48,11 +52,15 @@ class Store:
 
     Blobs of up to `rehash_limit` bytes are hashed again whenever they are looked up, larger ones
     only if size, modification time or inode changed since they were last hashed.
+    `remote` is what actions look into for results that are not here.
     Raises UserError if the directory cannot be made or written.
     """
 
-    def __init__(self, root: Path | str, *, rehash_limit: int = 64 << 20) -> None:
+    def __init__(
+        self, root: Path | str, *, rehash_limit: int = 64 << 20, remote: Remote | None = None
+    ) -> None:
         self.root = Path(root).expanduser().absolute()
+        self.remote = remote
         self.rehash_limit = rehash_limit
         for name in ("blobs", "actions", "locks", "scratch", "work"):
             with explained(self.root):
@@ -325,6 +333,10 @@ class Store:
                     os.utime(path)
             return record if good else None
 
+    def foreseen(self, action: Action) -> Record | None:
+        """What a look without a build may know of an action that is not here: nothing."""
+        return None
+
     def record(
         self,
         key: str,
@@ -351,9 +363,12 @@ class Store:
         return entry
 
     def forget(self, key: str) -> None:
-        """Remove the record of `key`, so that it is built again; its bytes stay for `gc`."""
+        """Remove the record of `key`, here and in the remote, so that it is built again; its bytes
+        stay for `gc`."""
         with explained(self.record_path(key)):
             self.record_path(key).unlink(missing_ok=True)
+        if self.remote is not None:
+            self.remote.forget(key)
 
     def recent_keys(self) -> list[str]:
         """The keys of all records, last used first."""
