@@ -22,6 +22,7 @@ from doit.reporter import ConsoleReporter
 from artifacts import estimate, gc, plan
 from artifacts.job import Job
 from artifacts.looking import Looking
+from artifacts.remote import from_environment
 from artifacts.store import Store, default_root
 from recipes import resolve, select
 from runtime.errors import UserError, quiet_interrupt, report

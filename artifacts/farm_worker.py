@@ -1,7 +1,8 @@
 """What a Dask worker does for `doit farm`: one compile, and all that it needs before it.
 
 A worker has this package and its own cache (SCANWRIGHT_CACHE), which all workers may share, and the
-remote cache, if SCANWRIGHT_REMOTE names one. It gets words, not files, and gives back digests; the bytes stay in the store.
+remote cache, if SCANWRIGHT_REMOTE names one. It gets words, not files, and gives back digests; the
+bytes stay in the store.
 """
 
 from __future__ import annotations
@@ -67,8 +68,8 @@ def compile_triple(
 
     `resolver(words, proof=)` gives the fields of the job. Returns the worker's `process`,
     `seconds`, `module` ({"sha256", "size"}), `status` and `reason` of the proof, and `records`:
-    stage, fields, about, key, cached, outputs by name. Raises UserError, also if this installation's identity is
-    not the `expected` one.
+    stage, fields, about, key, cached, outputs by name. Raises UserError, also if this
+    installation's identity is not the `expected` one.
     """
     if identity() != expected:
         raise UserError(

@@ -137,9 +137,7 @@ class _Handler(BaseHTTPRequestHandler):
         connection = http.client.HTTPConnection(*self.proxy.upstream, timeout=60)
         skipped = ("content-length", "transfer-encoding", "connection", "expect", "content-md5")
         try:
-            connection.putrequest(
-                self.command, self.path, skip_host=True, skip_accept_encoding=True
-            )
+            connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
             for name, value in self.headers.items():
                 low = name.lower()
                 if low not in skipped and not low.startswith("x-amz-checksum"):
@@ -177,8 +175,8 @@ class _Handler(BaseHTTPRequestHandler):
         else:
             self.wfile.write(content)
 
-    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_OPTIONS = _hand_on
-    do_PROPFIND = do_MKCOL = do_MOVE = do_COPY = _hand_on
+    do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = do_OPTIONS = _hand_on  # noqa: N815
+    do_PROPFIND = do_MKCOL = do_MOVE = do_COPY = _hand_on  # noqa: N815
 
 
 @dataclass

@@ -100,7 +100,7 @@ def test_a_worker_killed_in_mid_compile_is_made_up_for(tmp_path: Path) -> None:
             path = place.cache / "blobs" / digest[:2] / digest
             assert path.stat().st_size == int(size.replace(",", ""))
 
-        # The build finds all of it (weights no compile needs); so does another run, with processes of its own.
+        # The build finds all of it (weights no compile needs); so does a run with own processes.
         assert place.doit("compile", "target=cuda-sm90").ran == {"convert"}
         done = place.doit("farm", "workers=1", *WORDS)
         assert done.code == 0 and done.err.count(": cached, proof not-run") == 2, done.err

@@ -70,7 +70,9 @@ def test_results_are_read_by_all_and_written_by_writers(
     shared: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     store = reader(tmp_path)
-    assert explain(store, ACTION) == [f"emit (model=m): in the remote cache {shared} (5005 bytes)"]
+    assert explain(store, ACTION) == [
+        f"emit (model=m): in the remote cache {shared} (5005 bytes)"
+    ]
     found = run(store, Action("emit", {"x": 1}, {"model": "other words"}), refuse, meta="unused")
     assert (found.hit, found.remote) == (True, True)
     assert store.path(found.outputs["b"]).read_text() == "right" * 1000
