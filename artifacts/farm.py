@@ -181,7 +181,7 @@ def _client(scheduler: str | None, workers: int) -> Iterator[Any]:
             scheduler = stack.enter_context(cluster).scheduler_address
             _say(f"{workers} worker processes started on this machine")
         try:
-            client = stack.enter_context(Client(scheduler, timeout=PATIENCE_S / 4))
+            client = stack.enter_context(Client(scheduler, timeout=PATIENCE_S / 6))
             client.wait_for_workers(1, timeout=PATIENCE_S)
         except TimeoutError as error:
             raise UserError(

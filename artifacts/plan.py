@@ -48,7 +48,7 @@ class Plan:
             # Its graphs first: without them there is no need to ask what the target's CPU is.
             "proof": lambda: stages.emit and bundle.compiled_module(stages),
             "compile": lambda: stages.emit and bundle.compiled_module(stages),
-            "bundle": lambda: bundle.build(stages, self.build),
+            "bundle": lambda: stages.emit and bundle.build(stages, self.build),
         }
         return steps[name]()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -34,21 +35,30 @@ def program(place: Place, *argv: str, **settings: str) -> subprocess.Popen[str]:
 
 
 @contextlib.contextmanager
-def cluster(place: Place, *caches: Path) -> Iterator[tuple[str, list[int]]]:
-    """A scheduler and a worker for each of `caches`: its address, and the workers' processes."""
+def cluster(place: Place, remote: Path) -> Iterator[tuple[str, list[int]]]:
+    """A scheduler and two workers, each with a cache of its own: its address, their processes."""
     file = place.home / "scheduler.json"
     known = ("--scheduler-file", str(file), "--no-dashboard")
     started = [program(place, "distributed.cli.dask_scheduler", "--host", "127.0.0.1", "--port",
                        "0", *known)]  # fmt: skip
+    options = ("--no-nanny", "--nthreads", "1", "--no-dashboard", "--host", "127.0.0.1")
     try:
         while not file.exists():
             assert started[0].poll() is None, started[0].communicate()
             time.sleep(0.05)
         address = json.loads(file.read_text())["address"]
-        options = ("--no-nanny", "--nthreads", "1", "--no-dashboard", "--host", "127.0.0.1")
-        for cache in caches:
-            started.append(program(place, "distributed.cli.dask_worker", address, *options,
-                                   SCANWRIGHT_CACHE=str(cache)))  # fmt: skip
+        for name in ("one", "two"):
+            started.append(
+                program(
+                    place,
+                    "distributed.cli.dask_worker",
+                    address,
+                    *options,
+                    SCANWRIGHT_CACHE=str(place.home / name),
+                    SCANWRIGHT_REMOTE=str(remote),
+                    SCANWRIGHT_REMOTE_WRITE="1",
+                )
+            )
         yield address, [worker.pid for worker in started[1:]]
     finally:
         for process in reversed(started):
@@ -66,43 +76,54 @@ def running(text: str) -> list[int]:
     return found
 
 
+def kill_one_that_compiles(farm: subprocess.Popen[str]) -> tuple[str, str, str]:
+    """Kill the first worker of which the farm says that it compiles, once its compiler runs.
+
+    Returns what it compiled, its process, and all that the farm said to its end.
+    """
+    assert farm.stderr is not None
+    killed, lines = None, []
+    for line in farm.stderr:
+        lines.append(line)
+        compiling = re.match(r"farm: (.*): compile at \S+ \(process (\d+)\)", line)
+        if compiling and killed is None:
+            while not running(f"/scratch/{compiling[2]}-"):
+                time.sleep(0.01)
+            killed = compiling
+            os.kill(int(compiling[2]), signal.SIGKILL)
+    assert killed is not None, lines
+    return killed[1], killed[2], "".join(lines)
+
+
 @pytest.mark.slow
 def test_a_worker_killed_in_mid_compile_is_made_up_for(tmp_path: Path) -> None:
-    place = Place.new(tmp_path / "place")
-    with cluster(place, place.cache, place.cache) as (address, workers):
-        argv = place.argv("farm", f"scheduler={address}", *WORDS)
-        farm = subprocess.Popen(
-            argv, cwd=place.work, env=place.env(), stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        )  # fmt: skip
-        assert farm.stderr is not None and farm.stdout is not None
-        killed, lines = None, []
-        for line in farm.stderr:
-            lines.append(line)
-            compiling = re.match(r"farm: (.*): compile at \S+ \(process (\d+)\)", line)
-            if compiling and killed is None:
-                while not running(str(place.cache / "scratch" / compiling[2])):
-                    time.sleep(0.01)  # until its compiler is there
-                killed = compiling
-                os.kill(int(compiling[2]), signal.SIGKILL)
-        out, code = farm.stdout.read(), farm.wait()
-        text = "".join(lines)
-        assert code == 0 and killed is not None, text
-        assert int(killed[2]) in workers
-        (again,) = re.findall(r"farm: (.*): \S+ \(process (\d+)\) was lost, started again", text)
-        assert again == (killed[1], killed[2]), text
-        # Its compiler ended with it.
-        assert running(str(place.cache / "scratch" / killed[2])) == []
+    place, remote = Place.new(tmp_path / "place"), tmp_path / "remote"
+    remote.mkdir()
+    shared = {"SCANWRIGHT_REMOTE": str(remote)}
+    with cluster(place, remote) as (address, workers):
+        with subprocess.Popen(
+            place.argv("farm", f"scheduler={address}", *WORDS), cwd=place.work,
+            env=place.env(shared), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE, text=True,
+        ) as farm:  # fmt: skip
+            what, process, said = kill_one_that_compiles(farm)
+            assert farm.stdout is not None
+            out = farm.stdout.read()
+        assert farm.returncode == 0 and int(process) in workers, said
+        again = re.findall(r"farm: (.*): \S+ \(process (\d+)\) was lost, started again", said)
+        assert again == [(what, process)], said
+        assert running(f"/scratch/{process}-") == []  # its compiler ended with it
 
+        # The modules are in this machine's cache now, as the digests say.
         rows = re.findall(r"(\S+) (\S+) (\S+)  proof not-run  ([\d,]+) bytes  sha256:(\w+)", out)
         assert [row[1] for row in rows] == ["cuda-sm80", "cuda-sm90"], out
         for *_, size, digest in rows:
-            path = place.cache / "blobs" / digest[:2] / digest
-            assert path.stat().st_size == int(size.replace(",", ""))
+            data = (place.cache / "blobs" / digest[:2] / digest).read_bytes()
+            assert hashlib.sha256(data).hexdigest() == digest
+            assert len(data) == int(size.replace(",", ""))
 
-        # The build finds all of it (weights no compile needs); so does a run with own processes.
-        assert place.doit("compile", "target=cuda-sm90").ran == {"convert"}
-        done = place.doit("farm", "workers=1", *WORDS)
+        # Another run finds all of it, with processes of its own.
+        done = place.doit("farm", "workers=1", *WORDS, env=shared)
         assert done.code == 0 and done.err.count(": cached, proof not-run") == 2, done.err
         assert done.out == out
         # What this machine cannot get is told.
