@@ -79,7 +79,8 @@ class Remote:
     ) -> None:
         self.write, self.weights = write, weights
         self._files = Files(url, timeout, options)
-        self._bad: set[str] = set()  # sha256 of blobs that were there and wrong
+        self._told: set[str] = set()
+        self._bad: set[str] = set()  # sha256 of blobs that may be there and wrong
 
     @property
     def url(self) -> str:
@@ -101,7 +102,7 @@ class Remote:
                 return record
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
                 reason = " ".join(str(error).split())[:200]
-                tell(f"{action.label}: its record is wrong: {reason}; not used")
+                self._tell(f"{action.label}: its record is wrong: {reason}; not used")
         return None
 
     def pull(self, store: Store, action: Action) -> Record | None:
@@ -116,6 +117,8 @@ class Remote:
             # The smallest first, so that least is lost where one is wrong.
             for name, blob in sorted(record.outputs.items(), key=lambda item: item[1].size):
                 if not store.verify(blob) and not self._fetch(store, action, name, blob):
+                    rest = record.outputs.values()  # where one is wrong, others may be
+                    self._bad.update(blob.sha256 for blob in rest if not store.verify(blob))
                     return None
             # Its fields are the action's, since both have the same key; its words may not be.
             return store.record(
@@ -144,9 +147,14 @@ class Remote:
             trouble = f"has {found[1]} bytes, expected {blob.size}"
         else:
             trouble = "does not match its sha256"
-        self._bad.add(blob.sha256)
-        tell(f"{action.label}: {name} {trouble}; not used")
+        self._tell(f"{action.label}: {name} {trouble}; not used")
         return False
+
+    def _tell(self, line: str) -> None:
+        """Once, however often a result is asked for."""
+        if line not in self._told:
+            self._told.add(line)
+            tell(line)
 
     def push(self, store: Store, record: Record) -> None:
         """Take a result there, its record last, if that is wanted and the remote is in order."""

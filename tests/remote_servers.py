@@ -137,7 +137,9 @@ class _Handler(BaseHTTPRequestHandler):
         connection = http.client.HTTPConnection(*self.proxy.upstream, timeout=60)
         skipped = ("content-length", "transfer-encoding", "connection", "expect", "content-md5")
         try:
-            connection.putrequest(self.command, self.path, skip_host=True, skip_accept_encoding=True)
+            connection.putrequest(
+                self.command, self.path, skip_host=True, skip_accept_encoding=True
+            )
             for name, value in self.headers.items():
                 low = name.lower()
                 if low not in skipped and not low.startswith("x-amz-checksum"):
