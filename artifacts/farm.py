@@ -170,12 +170,13 @@ def _client(scheduler: str | None, workers: int) -> Iterator[Any]:
         ) from None
     with contextlib.ExitStack() as stack:
         if scheduler is None:
-            cluster = LocalCluster(
+            off: Any = None  # which the signature does not say
+            cluster: Any = LocalCluster(
                 n_workers=workers,
                 threads_per_worker=1,
                 processes=True,
                 memory_limit=None,  # of the compilers only the system knows how much they use
-                dashboard_address=None,
+                dashboard_address=off,
                 silence_logs=50,
             )
             scheduler = stack.enter_context(cluster).scheduler_address

@@ -133,6 +133,23 @@ def test_a_worker_killed_in_mid_compile_is_made_up_for(tmp_path: Path) -> None:
         assert done.errors[0].startswith("error: farm: 2 of 2 results are in caches of the workers")
 
 
+@pytest.mark.slow
+def test_what_kills_every_worker_is_given_up(tmp_path: Path) -> None:
+    place = Place.new(tmp_path / "place")
+    none = {"DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0"}
+    words = ("target=cuda-sm90", "params=none", "workers=1")
+    with subprocess.Popen(
+        place.argv("farm", *words), cwd=place.work, env=place.env(none),
+        stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    ) as farm:  # fmt: skip
+        what, _, said = kill_one_that_compiles(farm)
+    errors = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert errors == [
+        f"error: farm: {what}: every worker that tried it died, most likely out of memory"
+    ], said
+    assert farm.returncode == 1
+
+
 def test_one_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
     place = Place.new(tmp_path / "place")
     bad = place.work / "bad"
@@ -156,9 +173,7 @@ def test_one_that_fails_does_not_stop_the_others(tmp_path: Path) -> None:
         (("target=cuda-sm9?,nope*",), "target=nope*: matches no recipe: "),
     ],
 )
-def test_what_cannot_be_is_one_line(
-    tmp_path: Path, words: tuple[str, ...], error: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_cannot_be_is_one_line(tmp_path: Path, words: tuple[str, ...], error: str) -> None:
     done = Place.new(tmp_path / "place").doit("farm", *words)
     assert done.code != 0 and len(done.errors) == 1, done.err
     assert done.errors[0].startswith(f"error: {error}")

@@ -166,11 +166,11 @@ def test_who_may_run_and_who_may_write() -> None:
 
 def checkout(place: Path) -> Path:
     """A clean working copy whose only model is a tiny one."""
-    for name in ("artifacts", "emit", "recipes", "runtime", "dodo.py", "pyproject.toml"):
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        ignored = {"ignore": shutil.ignore_patterns("__pycache__")} if copy != shutil.copy else {}
-        place.mkdir(parents=True, exist_ok=True)
-        copy(ROOT / name, place / name, **ignored)
+    ignored = shutil.ignore_patterns("__pycache__")
+    for name in ("artifacts", "emit", "recipes", "runtime"):
+        shutil.copytree(ROOT / name, place / name, ignore=ignored)
+    for name in ("dodo.py", "pyproject.toml"):
+        shutil.copy(ROOT / name, place / name)
     models = place / "recipes" / "models"
     shutil.copytree(building.CHECKPOINT, models / "tiny")
     text = "about: tiny\nfamily: mamba2\nsource: dir:tiny\nweights: f32\nshapes: [b1-p8]\n"
