@@ -19,17 +19,19 @@ from typing import Any
 from doit import get_var
 from doit.reporter import ConsoleReporter
 
-from artifacts import gc, plan
+from artifacts import estimate, gc, plan
 from artifacts.job import Job
+from artifacts.looking import Looking
 from artifacts.remote import from_environment
 from artifacts.store import Store, default_root
-from recipes import resolve
+from recipes import resolve, select
 from runtime.errors import UserError, quiet_interrupt, report
 from runtime.manifest import load
 
 BUILD = Path("build")
 WORDS = ("model", "target", "shape", "weights", "params", "proof", "max_size", "device",
-         "bundle", "to", "plain_http")  # fmt: skip
+         "bundle", "to", "plain_http", "scheduler", "workers")  # fmt: skip
+MANY = ("matrix", "farm")  # the tasks whose words may select several triples
 NO_PROOF = {"name": "no_proof", "long": "no-proof", "type": bool, "default": False}
 NO_PROOF["help"] = "do not compare the module with JAX; the manifest says so"
 
@@ -58,32 +60,15 @@ DOIT_CONFIG |= {"backend": "sqlite3", "dep_file": ":memory:"}
 
 def make_job(given: dict[str, str | None]) -> Job:
     """The job that the words ask for. UserError for any that names nothing."""
-    model = resolve.resolve_model(given["model"])
-    target = resolve.resolve_target(given["target"])
-    shape = resolve.resolve_shape(given["shape"], model)
-    for name in ("params", "proof"):
-        if given[name] not in (None, "none"):
-            raise UserError(f"{name}={given[name]}: expected none, or leave the word out")
-
-    weights = resolve.weight_chooser(given["weights"], model, target)
-    weights(None)  # a wrong type is refused before any work
-    proof = given["proof"] is None and "--no-proof" not in sys.argv
-    return Job(
-        model,
-        target,
-        shape,
-        weights,
-        params=given["params"] is None,
-        proof=proof,
-        kernels=target.kernels,
-    )
+    return Job(**select.parts(given, proof="--no-proof" not in sys.argv))
 
 
 quiet_interrupt()
 try:
     resolve.check_words(sys.argv[1:], WORDS)
     GIVEN = {word: get_var(word, None) for word in WORDS}
-    JOB = make_job(GIVEN)
+    SEVERAL = select.several(GIVEN) and any(task in sys.argv for task in MANY)
+    JOB = make_job(GIVEN | select.triples(GIVEN)[0] if SEVERAL else GIVEN)
     BUNDLE = JOB.bundle(BUILD)
 except UserError as error:
     sys.exit(report(error))
@@ -91,7 +76,9 @@ except UserError as error:
 
 @cache
 def builder() -> plan.Plan:
-    """The stages of this run."""
+    """The stages of this run. UserError where the words select several."""
+    if SEVERAL:
+        raise UserError(f"the words select several builds; only {' and '.join(MANY)} take them")
     return plan.Plan(Store(default_root(), remote=from_environment()), JOB, BUILD)
 
 
@@ -149,6 +136,8 @@ def task_build():
         why = f" ({proof.reason})" if proof.reason else ""
         check = ", check it there: scanwright verify" if proof.status == "not-run" else ""
         print(f"proof: {proof.status}{why}{check}", file=sys.stderr)
+        if not builder().made:
+            print("cached: no input changed, no stage had to run", file=sys.stderr)
 
     return {"actions": [action(show)], "task_dep": ["bundle"], "params": [NO_PROOF]}
 
@@ -183,9 +172,42 @@ def task_explain():
     return {"actions": [action(lambda: print("\n".join(builder().explain())))]}
 
 
+def task_plan():
+    """say what a build would run, why, how big it gets and how long it takes; run nothing"""
+
+    def show() -> None:
+        with Looking(default_root(), remote=from_environment()) as cache:
+            print("\n".join(estimate.report(plan.Plan(cache, JOB, BUILD), cache)))
+
+    return {"actions": [action(show)]}
+
+
 def task_matrix():
-    """JSON of all recipe triples, for a CI matrix"""
-    return {"actions": [action(lambda: print(json.dumps(resolve.triples())))]}
+    """JSON of recipe triples, for a CI matrix [model=NAME,PATTERN,… target= shape=]"""
+    return {"actions": [action(lambda: print(json.dumps(select.triples(GIVEN))))]}
+
+
+def task_farm():
+    """compile all that model=, target= and shape= select on a Dask cluster [scheduler=tcp://…]"""
+
+    def run() -> bool:
+        from artifacts.farm import Farm  # the extra `farm`
+
+        workers = GIVEN["workers"]
+        if workers is not None and not (workers.isdecimal() and int(workers) > 0):
+            raise UserError(f"workers={workers}: expected a number of processes, 1 or more")
+        chosen = {"model": GIVEN["model"] or resolve.DEFAULT_MODEL}
+        chosen |= {"target": GIVEN["target"] or resolve.DEFAULT_TARGET, "shape": GIVEN["shape"]}
+        fixed = {word: GIVEN[word] for word in ("weights", "params", "proof")}
+        words = [fixed | select.absolute(row) for row in select.triples(chosen)]
+        proof = "--no-proof" not in sys.argv
+        store = Store(default_root(), remote=from_environment())
+        farm = Farm(store, words, select.parts, proof)
+        good = farm.run(GIVEN["scheduler"], workers and int(workers))
+        print("\n".join(farm.table()))
+        return good
+
+    return {"actions": [action(run)], "params": [NO_PROOF]}
 
 
 def task_gc():

@@ -75,11 +75,11 @@ class Cpu:
         return flags
 
 
-def resolve_cpu(name: str, triple: str | None, cache: Path) -> Cpu:
+def resolve_cpu(name: str, triple: str | None, cache: Path, *, keep: bool = True) -> Cpu:
     """The CPU called `name` ("host" with `triple` None, or an LLVM name) as the compiler knows it.
 
     The compiler is asked once per name, compiler version and, for the host, CPU model and feature
-    list; the JSON file `cache` remembers. Raises UserError.
+    list; the JSON file `cache` remembers, if it may `keep` what is new. Raises UserError.
     """
     identity = _host_identity() if name == "host" else ""
     words = json.dumps(
@@ -107,7 +107,8 @@ def resolve_cpu(name: str, triple: str | None, cache: Path) -> Cpu:
         "required": cpu.required,
         "sum": _sum(key, cpu),
     }
-    _save(cache, known)
+    if keep:
+        _save(cache, known)
     return cpu
 
 

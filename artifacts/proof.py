@@ -92,7 +92,8 @@ def compile_and_prove(stages: Stages, write_bundle: WriteBundle) -> Compiled:
     job, target = stages.job, stages.job.target
     cpu = None
     if target.cpu is not None:
-        cpu = resolve_cpu(target.cpu, target.triple, stages.store.root / "cpu.json")
+        notes = stages.store.root / "cpu.json"
+        cpu = resolve_cpu(target.cpu, target.triple, notes, keep=not stages.dry)
     device, why_not = ("", "--no-proof") if not job.proof else devices.usable(target, cpu)
     failures: list[str] = []
     wrong: set[str] = set()  # functions that were wrong

@@ -77,7 +77,9 @@ class Stages:
     def look(self, action: Action) -> Record | None:
         """The record of `action` if it is cached, here or (unless dry) in the remote cache."""
         record = self.store.lookup(action.key, report=not self.dry)
-        return record if record or self.dry else remote_record(self.store, action)
+        if record is None and self.dry:
+            return self.store.foreseen(action)
+        return record or remote_record(self.store, action)
 
     # Checkpoint
 

@@ -38,6 +38,7 @@ from artifacts.records import Blob, Record, action_key, decode_record, encode_re
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
+    from artifacts.actions import Action
     from artifacts.remote import Remote
 
 
@@ -331,6 +332,10 @@ class Store:
                 with contextlib.suppress(OSError):
                     os.utime(path)
             return record if good else None
+
+    def foreseen(self, action: Action) -> Record | None:
+        """What a look without a build may know of an action that is not here: nothing."""
+        return None
 
     def record(
         self,

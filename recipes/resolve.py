@@ -132,16 +132,6 @@ def weight_chooser(
     return choose
 
 
-def triples() -> list[dict[str, str]]:
-    """Every (model, target, shape) of the recipes, for a CI matrix; sorted and JSON-ready."""
-    return [
-        {"model": model.name, "target": target, "shape": shape}
-        for model in every_model()
-        for target in names("targets")
-        for shape in model.shapes
-    ]
-
-
 def every_model() -> Iterable[ModelRecipe]:
     """The model recipes that ship with the project, by name."""
     return (resolve_model(name) for name in names("models"))

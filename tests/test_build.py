@@ -415,10 +415,22 @@ def test_explain_names_a_damaged_file_and_leaves_it(place: Place) -> None:
 
 def test_matrix_is_json_and_nothing_else(tmp_path: Path) -> None:
     place = Place.new(tmp_path / "place")
-    done = place.doit("matrix")
+    done = place.run(place.argv("matrix")[:-3])  # without the words that are added to others
     rows = json.loads(done.out)
     assert done.code == 0 and {"model": "mamba2", "target": "cpu", "shape": "b4-p32+256"} in rows
     assert all(row.keys() == {"model", "target", "shape"} for row in rows)
+    some = [row for row in rows if row["model"] == "mamba2" and row["target"].startswith("cuda")]
+    words = ("model=mamba2,mamba2", "target=cuda-*", "shape=b*")
+    assert json.loads(place.doit("matrix", *words).out) == some
+    assert json.loads(place.doit("matrix").out) == [
+        {"model": "tiny", "target": "cpu", "shape": building.SHAPE}
+    ]
+    done = place.doit("build", "model=mamba2-*")
+    assert done.errors[0].startswith("error: model=mamba2-*: no recipe or directory of that name")
+    done = place.doit("matrix", "model=mamba-9*")
+    assert (done.code, done.out) == (1, "") and done.errors[0].startswith(
+        "error: model=mamba-9*: matches no recipe: did you mean mamba"
+    )
     assert not place.build.exists()
 
 

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from emit.entry import Model
-from recipes import table
+from recipes import select, table
 from recipes.resolve import (
     every_model,
     every_target,
@@ -21,7 +21,6 @@ from recipes.resolve import (
     resolve_shape,
     resolve_target,
     resolve_weights,
-    triples,
 )
 from recipes.schema import WEIGHT_TYPES, Shape, load_model, load_target
 from recipes.shape import ShapeError
@@ -330,7 +329,7 @@ def test_missing_weight_types_are_substituted_by_name() -> None:
 
 
 def test_triples_are_all_combinations_and_json() -> None:
-    rows = json.loads(json.dumps(triples()))
+    rows = json.loads(json.dumps(select.triples({})))
     assert len(rows) == sum(len(m.shapes) for m in every_model()) * len(names("targets"))
     assert {"model": "mamba2", "target": "cuda-sm121", "shape": "b4-p32+256"} in rows
     for row in rows:
