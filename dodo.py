@@ -20,6 +20,7 @@ from doit import get_var
 from doit.reporter import ConsoleReporter
 
 from artifacts import gc, plan
+from artifacts import report as reports
 from artifacts.job import Job
 from artifacts.store import Store, default_root
 from recipes import resolve
@@ -155,10 +156,15 @@ def task_runtime():
     """What `scanwright` does, on the bundle that the words name."""
     device = ["--device", GIVEN["device"]] if GIVEN["device"] else []
     made_up = [] if JOB.params else ["--random-params"]
+    keep = ["--save", BUILD / reports.RESULTS]
     for name, options, doc in (
         ("inspect", [], "say what the bundle is"),
-        ("verify", device, "check digests and run the reference on a device [device=URI]"),
-        ("bench", [*device, *made_up], "measure the bundle on a device [device=URI]"),
+        (
+            "verify",
+            [*device, *keep],
+            "check digests and run the reference on a device [device=URI]",
+        ),
+        ("bench", [*device, *keep, *made_up], "measure the bundle on a device [device=URI]"),
     ):
         run = partial(command, "runtime", name, BUNDLE, *options)
         yield {"basename": name, "actions": [action(run)], "task_dep": ["bundle"], "doc": doc}
@@ -184,6 +190,12 @@ def task_explain():
 def task_matrix():
     """JSON of all recipe triples, for a CI matrix"""
     return {"actions": [action(lambda: print(json.dumps(resolve.triples())))]}
+
+
+def task_report():
+    """one page about all bundles in build/: sizes, state, times, parity, speed"""
+    peers = Path(__file__).resolve().parent / "benchmarks" / "peers.json"
+    return {"actions": [action(lambda: print(reports.write(BUILD, peers)))]}
 
 
 def task_gc():
