@@ -18,6 +18,7 @@ from runtime.progress import Progress, progress
 
 FIRST = 20e3  # bytes a second, where none is known: a guess
 MOST = 0.99  # of the text is called done until the compiler has ended
+LEAST = 4096  # bytes of a text that teach a pace: a smaller one takes what starting takes
 _FLAGS = ("--iree-hal-target-device=", "--iree-hal-target-backends=")
 
 
@@ -58,6 +59,8 @@ class Paced:
 
     def _remember(self, rate: float) -> None:
         """Keep the pace; a cache that cannot be written costs an estimate only."""
+        if self._size < LEAST:
+            return
         temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)

@@ -42,7 +42,9 @@ table { border-collapse: collapse; width: 100%; font-size: 0.85rem; }
 th, td { text-align: left; vertical-align: top; padding: 0.15rem 0.4rem 0.15rem 0;
   border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 600; }
-td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
+td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
+td.n, .good, .soft { white-space: nowrap; } p.soft { white-space: normal; }
+th { overflow-wrap: normal; }
 code { font: 0.8rem/1.4 ui-monospace, monospace; }
 svg { display: block; max-width: 100%; height: auto; fill: var(--text); font: 12px sans-serif; }
 svg .group { font-weight: 600; } svg .spread { stroke: var(--text); stroke-width: 1.5; }
@@ -67,8 +69,9 @@ def page(found: Found) -> Element:
         "body",
         tag("h1", f"Scanwright: {title}"),
         _overview(found),
-        _speed(found),
+        _plots("Speed", plots.of_benches(found.benches), _figures(found)),
         (_bundle(bundle, found) for bundle in found.bundles),
+        _plots("Beside other runtimes, one machine", plots.of_peers(found.peers)),
         _problems(found.problems),
     )
     return tag("html", head, body, lang="en")
@@ -113,7 +116,7 @@ def _overview(found: Found) -> Element:
             stored = sum(ref.size for ref in made.files.all())
             state = sized(made.state_bytes_per_slot)
             rows.append([bundle.path, _weights(made), _status(made), sized(stored), state])
-    heads = ("bundle", "weights", "proof", "size", "state a slot")
+    heads = ("bundle", "weights", "proof", "size", "a slot")
     empty = tag("p", "No bundle is here yet: doit build makes one.")
     return tag("section", table(heads, rows, 2) or empty)
 
@@ -124,15 +127,21 @@ def _weights(made: Manifest) -> str:
 
 def _status(made: Manifest) -> Element:
     status = made.proof.status
-    kind = {"passed": "good", "disabled": "bad"}.get(status, "soft")
+    kind = "good" if status == "passed" else "soft"
     return tag("span", status, class_=kind)
 
 
-def _speed(found: Found) -> Child:
-    """Plots of all that was measured, and the figures."""
-    charts = [*plots.of_benches(found.benches), *plots.of_peers(found.peers)]
-    if not charts:
+def _plots(title: str, made: Iterable[tuple[str, Element]], more: Child = None) -> Child:
+    """A section of charts, two or more beside each other where there is room."""
+    drawn = [tag("div", tag("h3", name), chart) for name, chart in made]
+    if not drawn:
         return None
+    about = tag("p", "Bars are medians; thin lines go from the least to the most.", class_="soft")
+    return tag("section", tag("h2", title), about, tag("div", drawn, class_="parts"), more)
+
+
+def _figures(found: Found) -> Child:
+    """The figures of what was measured."""
     rows = [
         [
             f"{row['model']} {row['target']} {row['shape']} {row['weights']} on {row['device']}",
@@ -144,12 +153,7 @@ def _speed(found: Found) -> Child:
         for row in found.benches
     ]
     heads = ("measured", "open ms", "first token ms", "prefill /s", "decode /s")
-    drawn = [tag("div", tag("h3", title), chart) for title, chart in charts]
-    about = tag("p", "Bars are medians; thin lines go from the least to the most.", class_="soft")
-    return tag(
-        "section", tag("h2", "Speed"), about, tag("div", drawn, class_="parts"),
-        table(heads, rows, 4),
-    )  # fmt: skip
+    return table(heads, rows, 4)
 
 
 def _bundle(bundle: Bundle, found: Found) -> Element:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import pty
 import re
@@ -20,7 +21,7 @@ from hub_server import Fault, HubServer
 
 from artifacts import compile as compiler
 from artifacts.hub import Hub, Remote
-from artifacts.pace import FIRST, Paced
+from artifacts.pace import FIRST, LEAST, Paced
 from runtime import probe, progress
 from runtime.errors import UserError
 from runtime.manifest import FunctionSpec, TensorSpec, Tolerance
@@ -132,14 +133,20 @@ DAMAGED = ["", "[]", "{", '{"a": 0}', '{"a": "1"}', '{"a": NaN}', "[" * 9999]
 @pytest.mark.parametrize("content", DAMAGED)
 def test_a_damaged_memory_of_paces_is_none(tmp_path: Path, content: str) -> None:
     (tmp_path / "pace.json").write_text(content)
-    with Paced(tmp_path, "a", 1000) as paced:
+    with Paced(tmp_path, "a", LEAST) as paced:
         paced.tick()
-    assert '"a": ' in (tmp_path / "pace.json").read_text()
+    assert json.loads((tmp_path / "pace.json").read_text())["a"] > 0
+
+
+def test_a_small_text_teaches_no_pace(tmp_path: Path) -> None:
+    with Paced(tmp_path, "a", LEAST - 1) as paced:
+        paced.tick()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_where_no_pace_can_be_kept_the_compile_goes_on(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with Paced(tmp_path / "file", "a", 1000) as paced:
+    with Paced(tmp_path / "file", "a", LEAST) as paced:
         paced.tick()
 
 
