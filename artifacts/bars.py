@@ -42,7 +42,7 @@ def chart(title: str, groups: Mapping[str, Sequence[Bar]], unit: str) -> Element
     for group, bars in groups.items():
         if group:
             y += TITLE
-            parts.append(tag("text", _cut(group, 52), x=0, y=y - 7, class_="group"))
+            parts.append(tag("text", _cut(group, 44), x=0, y=y - 7, class_="group"))
         for bar in bars:
             parts += _row(bar, y, scale, color[bar.series])
             y += BAR + GAP
@@ -58,7 +58,7 @@ def _row(bar: Bar, y: int, scale: float, color: str) -> list[Element]:
     """A bar with its name before and its figure behind, and a thin line from least to most."""
     middle, end = y + BAR / 2, LABEL + max(bar.value, bar.high) * scale
     parts = [
-        tag("text", _cut(bar.label, 19), x=LABEL - 6, y=middle + 4, text_anchor="end"),
+        tag("text", _cut(bar.label, 17), x=LABEL - 6, y=middle + 4, text_anchor="end"),
         tag("rect", x=LABEL, y=y, width=bar.value * scale, height=BAR, fill=color),
     ]
     if bar.low < bar.high:

@@ -38,7 +38,7 @@ h3 { font-size: 0.95rem; margin: 1rem 0 0.25rem; }
 .parts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20rem), 1fr));
   gap: 0 1.5rem; }
 .parts > * { min-width: 0; }
-table { border-collapse: collapse; width: 100%; font-size: 0.85rem; }
+table { border-collapse: collapse; width: 100%; margin-top: 0.5rem; font-size: 0.85rem; }
 th, td { text-align: left; vertical-align: top; padding: 0.15rem 0.4rem 0.15rem 0;
   border-bottom: 1px solid var(--line); }
 th { color: var(--soft); font-weight: 600; }
@@ -46,10 +46,11 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 td.n, .good, .soft { white-space: nowrap; } p.soft { white-space: normal; }
 th { overflow-wrap: normal; }
 code { font: 0.8rem/1.4 ui-monospace, monospace; }
-svg { display: block; max-width: 100%; height: auto; fill: var(--text); font: 12px sans-serif; }
+svg { display: block; max-width: 100%; height: auto; overflow: hidden; fill: var(--text); font: 12px sans-serif; }
 svg .group { font-weight: 600; } svg .spread { stroke: var(--text); stroke-width: 1.5; }
 .soft { color: var(--soft); } .good { color: var(--good); } .bad { color: var(--bad); }
 p { margin: 0.25rem 0; } ul { margin: 0.25rem 0; padding-left: 1.2rem; }
+@media (max-width: 30rem) { table { font-size: 0.75rem; } th, td { padding-right: 0.3rem; } }
 """
 
 
@@ -152,7 +153,7 @@ def _figures(found: Found) -> Child:
         ]
         for row in found.benches
     ]
-    heads = ("measured", "open ms", "first token ms", "prefill /s", "decode /s")
+    heads = ("bundle", "open ms", "first token ms", "prefill /s", "decode /s")
     return table(heads, rows, 4)
 
 
@@ -206,8 +207,8 @@ def _parity(bundle: Bundle, made: Manifest) -> Element:
     proof, rows = made.proof, []
     why = f" ({proof.reason})" if proof.reason else ""
     rows.append(["proof", tag("span", _status(made), f"{why}, {proof.flags} flags")])
-    measured = next((row for row in reversed(bundle.log) if row["stage"] == "proof"), {})
-    if proof.status == "passed" and isinstance(measured.get("worst"), dict):
+    measured = _proved(bundle.log, made) if proof.status == "passed" else {}
+    if isinstance(measured.get("worst"), dict):
         rows.append(["outputs compared", f"{measured.get('compared', 0)}"])
         rows += _largest(measured["worst"])
     if bundle.reference is not None and bundle.reference.prompts:
@@ -217,6 +218,19 @@ def _parity(bundle: Bundle, made: Manifest) -> Element:
         gap = min(prompt.min_gap for prompt in prompts)
         rows.append(["smallest margin", f"{gap:.3g} between the two best logits of a token"])
     return tag("div", tag("h3", "Parity with JAX"), table(("", ""), rows))
+
+
+def _proved(log: Sequence[Mapping[str, Any]], made: Manifest) -> Mapping[str, Any]:
+    """The log's row of the proof of this very module with these parameters; {} if it is not there.
+
+    The log of a place also tells of what was there before, with other weights.
+    """
+    params = made.files.params
+    for row in reversed(log):
+        same = row["stage"] == "proof" and row.get("module") == made.files.module.sha256
+        if same and (params is None or row.get("params") == params.sha256):
+            return row
+    return {}
 
 
 def _largest(worst: Mapping[str, Any]) -> Iterable[list[Child]]:
