@@ -46,7 +46,8 @@ td.n, th.n { text-align: right; font-variant-numeric: tabular-nums; }
 td.n, .good, .soft { white-space: nowrap; } p.soft { white-space: normal; }
 th { overflow-wrap: normal; }
 code { font: 0.8rem/1.4 ui-monospace, monospace; }
-svg { display: block; max-width: 100%; height: auto; overflow: hidden; fill: var(--text); font: 12px sans-serif; }
+svg { display: block; max-width: 100%; height: auto; overflow: hidden;
+  fill: var(--text); font: 12px sans-serif; }
 svg .group { font-weight: 600; } svg .spread { stroke: var(--text); stroke-width: 1.5; }
 .soft { color: var(--soft); } .good { color: var(--good); } .bad { color: var(--bad); }
 p { margin: 0.25rem 0; } ul { margin: 0.25rem 0; padding-left: 1.2rem; }
