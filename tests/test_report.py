@@ -59,7 +59,8 @@ def made(name: str = "toy", weights: str = "bf16") -> mf.Manifest:
     """A manifest of two parameters and a proof that passed."""
     plain = fake_device.manifest()
     sizes = {"model.vmfb": 5 << 20, "params.irpa": 1 << 30, "reference.json": 2048}
-    files = mf.Files(*(mf.FileRef(path, SHA, size) for path, size in sizes.items()), ())
+    module, params, oracle = (mf.FileRef(path, SHA, size) for path, size in sizes.items())
+    files = mf.Files(module, params, oracle, ())
     return dataclasses.replace(
         plain,
         model=dataclasses.replace(plain.model, name=name, source=f"dir:{name}"),
