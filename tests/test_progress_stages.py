@@ -94,6 +94,25 @@ def test_a_download(
     assert all(re.search(RATE + "$", line) for line in shown[1:])
 
 
+def test_what_an_earlier_run_left_counts_for_no_rate(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, begun = os.urandom(3000), []
+
+    def recorded(word: str, total: int, **more: Any) -> progress.Progress:
+        begun.append((word, total, more))
+        return progress.progress(word, total, **more)
+
+    monkeypatch.setattr("artifacts.hub.progress", recorded)
+    (tmp_path / "part").write_bytes(data[:1000])
+    with HubServer() as hub:
+        (commit,) = hub.add("org/name", {"config.json": data}).commits
+        remote = Remote("config.json", len(data), hashlib.sha256(data).hexdigest(), None)
+        Hub("org/name", hub.url).download(commit, remote, tmp_path / "got", tmp_path / "part")
+        assert hub.sent("config.json") == 2000
+    assert begun == [("download config.json", 3000, {"done": 1000})]
+
+
 @pytest.fixture
 def slow_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A program in the compiler's place that takes a second, and fails for the flag --fail."""
@@ -113,8 +132,10 @@ def test_a_compile(told: Told, tmp_path: Path, slow_compiler: Path) -> None:
     text, flags = "x" * 100_000, ["--iree-hal-target-device=local"]
     compiler.run_compiler(text, flags, tmp_path)
     first = lines(told())
+    pace = (tmp_path / "cache" / "pace.json").read_bytes()
     with pytest.raises(UserError, match=r"^iree-compile: error: no; "):
         compiler.run_compiler(text, [*flags, "--fail"], tmp_path)
+    assert (tmp_path / "cache" / "pace.json").read_bytes() == pace
     failed = told()
     assert failed.rpartition("compile")[2].count("100 %") == 0
     compiler.run_compiler(text, flags, tmp_path)
