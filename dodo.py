@@ -146,10 +146,15 @@ def task_runtime():
     """What `scanwright` does, on the bundle that the words name."""
     device = ["--device", GIVEN["device"]] if GIVEN["device"] else []
     made_up = [] if JOB.params else ["--random-params"]
+    keep = ["--save", BUILD / "results"]  # where the report looks
     for name, options, doc in (
         ("inspect", [], "say what the bundle is"),
-        ("verify", device, "check digests and run the reference on a device [device=URI]"),
-        ("bench", [*device, *made_up], "measure the bundle on a device [device=URI]"),
+        (
+            "verify",
+            [*device, *keep],
+            "check digests and run the reference on a device [device=URI]",
+        ),
+        ("bench", [*device, *keep, *made_up], "measure the bundle on a device [device=URI]"),
     ):
         run = partial(command, "runtime", name, BUNDLE, *options)
         yield {"basename": name, "actions": [action(run)], "task_dep": ["bundle"], "doc": doc}
@@ -208,6 +213,18 @@ def task_farm():
         return good
 
     return {"actions": [action(run)], "params": [NO_PROOF]}
+
+
+def task_report():
+    """one page about all bundles in build/: sizes, state, times, parity, speed"""
+    peers = Path(__file__).resolve().parent / "benchmarks" / "peers.json"
+
+    def run() -> None:
+        from artifacts.report import write
+
+        print(write(BUILD, peers))
+
+    return {"actions": [action(run)]}
 
 
 def task_gc():

@@ -19,7 +19,7 @@ from pathlib import Path
 from artifacts import failures
 from artifacts.disk import explained, no_space
 from artifacts.link import MODULE, link
-from artifacts.pace import Paced
+from artifacts.pace import Paced, kind
 from artifacts.process import run_logged
 from artifacts.store import default_root
 from runtime.errors import UserError
@@ -102,7 +102,7 @@ def run_compiler(text: str, arguments: Sequence[str], work: Path) -> CompileStat
     log = work / "compiler.log"
     environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
     command = [str(compiler_path()), _INPUT, *arguments]
-    with Paced(default_root(), arguments, len(text)) as paced:
+    with Paced(default_root(), kind(arguments), len(text)) as paced:
         code, usage = run_logged(command, log, work, environment, tick=paced.tick)
         if code != 0:
             said = log.read_text(encoding="utf-8", errors="replace")

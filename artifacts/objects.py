@@ -8,6 +8,7 @@ from pathlib import Path
 from artifacts import process
 from artifacts.actions import Action
 from artifacts.cpu import Cpu
+from artifacts.pace import Paced
 from artifacts.process import ROOT
 from artifacts.records import Blob
 from artifacts.sources import source_digest
@@ -39,7 +40,8 @@ def level(cpu: Cpu) -> str | None:
 def objects(stages: Stages, name: str) -> Blob:
     """The object of all kernels for the level `name`."""
     digest = hashlib.sha256()
-    for path in sorted(path for path in FOLDER.iterdir() if path.suffix in SUFFIXES):
+    sources = sorted(path for path in FOLDER.iterdir() if path.suffix in SUFFIXES)
+    for path in sources:
         digest.update(f"{path.name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     fields = {
         "level": name,
@@ -50,8 +52,10 @@ def objects(stages: Stages, name: str) -> Blob:
 
     def produce(scratch: Path) -> dict[str, Path]:
         out = scratch / "out"
+        size = sum(path.stat().st_size for path in sources)
         arguments: list[str | Path] = ["objects", "--level", name, "--out", out]
-        stages.log.add(process.run_module("emit", arguments, scratch))
+        with Paced(stages.store.root, f"kernels {name}", size, "kernels") as paced:
+            stages.log.add(process.run_module("emit", arguments, scratch, tick=paced.tick))
         return {"kernels.o": out / "kernels.o"}
 
     action = Action("objects", fields, stages.job.about)

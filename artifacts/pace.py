@@ -1,6 +1,6 @@
-"""How far a compile is, by how long the last one for such a device took: the compiler does not say.
+"""How far a compile is, by how long the last one of its kind took: compilers do not say.
 
-`<cache>/pace.json` keeps, for each kind of device, the bytes of text that were compiled a second.
+`<cache>/pace.json` keeps, for each kind, the bytes of text that were compiled a second.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from runtime.progress import Progress, progress
 
 FIRST = 20e3  # bytes a second, where none is known: a guess
 MOST = 0.99  # of the text is called done until the compiler has ended
+LEAST = 4096  # bytes of a text that teach a pace: a smaller one takes what starting takes
 _FLAGS = ("--iree-hal-target-device=", "--iree-hal-target-backends=")
 
 
 def kind(flags: Sequence[str]) -> str:
-    """What compiles of about the same pace have in common: the device that `flags` name."""
+    """What modules that compile at about the same pace have in common: the device in `flags`."""
     named = (flag.partition("=")[2] for flag in flags if flag.startswith(_FLAGS))
     return next(named, "")
 
@@ -30,10 +31,10 @@ def kind(flags: Sequence[str]) -> str:
 class Paced:
     """A compile of `size` bytes of text, as a context; `tick` is to be called while it runs."""
 
-    def __init__(self, root: Path, flags: Sequence[str], size: int) -> None:
-        self._path, self._kind, self._size = root / "pace.json", kind(flags), size
+    def __init__(self, root: Path, kind: str, size: int, word: str = "compile") -> None:
+        self._path, self._kind, self._size = root / "pace.json", kind, size
         self._rate = _read(self._path).get(self._kind, FIRST)
-        self._shown: Progress = progress("compile (estimated)", size)
+        self._shown: Progress = progress(f"{word} (estimated)", size)
         self._began = time.monotonic()
 
     def __enter__(self) -> Paced:
@@ -58,6 +59,8 @@ class Paced:
 
     def _remember(self, rate: float) -> None:
         """Keep the pace; a cache that cannot be written costs an estimate only."""
+        if self._size < LEAST:
+            return
         temporary = self._path.with_name(f"{self._path.name}.{os.getpid()}")
         with contextlib.suppress(OSError):
             self._path.parent.mkdir(parents=True, exist_ok=True)

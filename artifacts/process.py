@@ -133,18 +133,22 @@ def _shown(wanted: bool) -> Iterator[tuple[str, Sequence[int]]]:
 
 
 def run_module(
-    module: str, arguments: Sequence[str | Path], scratch: Path, progress: bool = False
+    module: str,
+    arguments: Sequence[str | Path],
+    scratch: Path,
+    progress: bool = False,
+    tick: Callable[[], None] | None = None,
 ) -> Usage:
     """Run `python -m module arguments`; its own `error: …` line becomes a UserError.
 
-    With `progress`, what it tells by `runtime.progress` reaches the user.
+    With `progress`, what it tells by `runtime.progress` reaches the user. `tick`: see run_logged.
     """
     log = scratch / f"{module}.log"
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH", ""))))
     argv = [sys.executable, "-m", module, *map(str, arguments)]
     with _shown(progress) as (word, inherited):
         environment = {**os.environ, "PYTHONPATH": path, PROGRESS: word}
-        code, usage = run_logged(argv, log, None, environment, inherited)
+        code, usage = run_logged(argv, log, None, environment, inherited, tick)
     text = log.read_text(encoding="utf-8", errors="replace")
     full = no_space(scratch, text) if code else None
     log.unlink()

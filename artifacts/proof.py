@@ -272,6 +272,7 @@ def _prove(
         action = _proof_action(stages, compiling, device)
         result = stages.run_action(action, produce, lambda: verdict)
         measured = _measured(stages.store.path(result.outputs["rows.json"]))
+        measured |= {"module": compiled.module.sha256, "params": action.fields["params"]}
         stages.log.result("proof", result, {"problem": result.meta["problem"], **measured})
     return result.meta
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime import manifest as mf
 from runtime.errors import UserError
+from runtime.results import save
 
 if TYPE_CHECKING:
     from runtime.session import Session
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--rounds", metavar="N", type=int, default=ROUNDS, help="default: 5")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--save", metavar="DIR", type=Path, help="keep it there for doit report")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -50,6 +52,8 @@ def run(args: argparse.Namespace) -> int:
     if args.random_params is not None and args.random_params < 0:
         raise UserError(f"random-params: found seed {args.random_params}, expected 0 or more")
     found = bench(args.bundle, args.device, args.random_params, args.rounds)
+    if args.save is not None:
+        save(args.save, "bench", mf.load(args.bundle), found)
     print(json.dumps(found, indent=1) if args.json else render(found))
     return 0
 

@@ -10,13 +10,14 @@ import argparse
 import hashlib
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime import manifest as mf
 from runtime import reference as rf
 from runtime.errors import UserError
+from runtime.results import save
 
 if TYPE_CHECKING:
     from runtime import perplexity
@@ -44,39 +45,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--perplexity", action="store_true", help="measure that of float weights, too"
     )
+    parser.add_argument("--save", metavar="DIR", type=Path, help="keep it there for doit report")
 
 
 def run(args: argparse.Namespace) -> int:
     """`scanwright verify`: exit code 0 if everything agrees, 1 if not. Raises UserError."""
-    return verify(args.bundle, args.device, args.perplexity)
+    return verify(args.bundle, args.device, args.perplexity, args.save)
 
 
-def verify(bundle: Path, device: str | None = None, perplexity: bool = False) -> int:
+def verify(
+    bundle: Path, device: str | None = None, perplexity: bool = False, keep: Path | None = None
+) -> int:
     """Print one row a check to stdout and return 0, or 1 if any failed.
 
     Nothing is run unless every file is what the manifest says. Raises UserError for a bundle that
-    cannot be read, or opened on this device.
+    cannot be read, or opened on this device. `keep`: a directory for the rows, see runtime.results.
     """
     manifest = mf.load(bundle)
     print(f"{bundle}: {manifest.model.name} for {manifest.target.name}, {manifest.shape.name}")
-    good = _print_rows(check_files(bundle, manifest))
-    if not good:
+    files = list(_printed(check_files(bundle, manifest)))
+    if not all(row.ok for row in files):
         print(f"verify: FAILED: the bundle is damaged; rebuild it: {manifest.rebuild}")
         return 1
-    good = _print_rows(check_device(bundle, manifest, device, perplexity))
+    rows = list(_printed(check_device(bundle, manifest, device, perplexity)))
+    good = all(row.ok for row in rows)
+    if keep is not None:
+        kept = {"device": device or manifest.target.uri, "passed": good}
+        save(keep, "verify", manifest, kept | {"rows": [asdict(row) for row in rows]})
     print(
         "verify: passed" if good else "verify: FAILED: this device does not agree with the oracle"
     )
     return 0 if good else 1
 
 
-def _print_rows(rows: Iterable[Row]) -> bool:
-    """Print rows as they come; whether all are good."""
-    good = True
+def _printed(rows: Iterable[Row]) -> Iterable[Row]:
+    """The rows, printed as they come."""
     for row in rows:
         print(f"  {'ok  ' if row.ok else 'FAIL'}  {row.what:<28} {row.detail}", flush=True)
-        good = good and row.ok
-    return good
+        yield row
 
 
 def check_files(bundle: Path, manifest: mf.Manifest) -> Iterable[Row]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shlex
 import shutil
 import signal
 import subprocess
@@ -51,6 +52,7 @@ def assert_from_cache(done: Done) -> None:
     assert {m.partition(".")[0] for m in modules} & set(building.HEAVY) == set()
     ours = {m for m in modules if m.partition(".")[0] in ("runtime", "emit")}
     read = ("errors", "manifest", "strict", "vmfb")  # what reads and writes a bundle's files
+    read += ("progress",)  # what would tell of a download or a compile
     assert ours <= {"runtime", *(f"runtime.{name}" for name in read)}
 
 
@@ -72,6 +74,42 @@ def test_a_cold_build_runs_every_stage_and_its_bundle_is_proven(cold: tuple[Plac
     rows = {row["stage"]: row for row in log_rows(place.bundle) if not row.get("cached")}
     assert {"convert", "emit", "expect", "compile", "proof"} <= rows.keys()
     assert rows["compile"]["peak_rss_bytes"] > 0 and rows["compile"]["seconds"] > 0
+
+
+def test_the_log_has_the_command_of_every_process(cold: tuple[Place, Done]) -> None:
+    """Of all but the compiler's run that asks which CPU this is; and what the proof measured."""
+    place, done = cold
+    (build,) = (p for p in done.processes if p["argv"][1:] == place.argv("build")[3:])
+    started = [argv for event, argv in build["started"] if event == "subprocess.Popen"]
+    launched = [argv[7:] for argv in started if argv[1:4] == ["-I", "-S", "-c"]]
+    rows = log_rows(place.bundle)
+    logged = [command["command"] for row in rows for command in row.get("commands", ())]
+    missing = [argv for argv in launched if shlex.join(argv) not in logged]
+    assert len(launched) == len(started) == len(logged) + len(missing) > 6
+    assert all("iree-compile" in argv[0] for argv in missing) and len(missing) <= 1
+    (proof,) = (row for row in rows if row["stage"] == "proof")
+    assert proof["compared"] > 20 and {"logits", "argmax"} < proof["worst"].keys()
+    worst = proof["worst"]["logits"]
+    assert 0 < worst["error"] < worst["tolerance"]
+
+
+def test_the_report_of_builds(place: Place) -> None:
+    """What it says of the bundle that is here now, after another was."""
+    place.built("weights=f16")
+    (row,) = (row for row in log_rows(place.bundle) if row["stage"] == "proof" and not row["cached"]
+              and row["module"] == manifest_digest(place, "module"))  # fmt: skip
+    done = place.doit("report")
+    assert done.code == 0 and done.out == "build/report.html\n"
+    page = (place.build / "report.html").read_text(encoding="utf-8")
+    assert f"{row['worst']['logits']['error']:.1e}, " in page
+    assert "tiny/cpu/b2-p8" in page and "max logit difference" in page and "iree-compile" in page
+    modules = {m.partition(".")[0] for m in done.processes[-1]["modules"]}
+    assert modules & {"jax", "iree"} == set()
+
+
+def manifest_digest(place: Place, name: str) -> str:
+    """The digest of a file of the place's bundle."""
+    return json.loads((place.bundle / "manifest.json").read_text())["files"][name]["sha256"]
 
 
 def test_a_second_build_runs_nothing(place: Place) -> None:
