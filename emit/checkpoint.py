@@ -27,7 +27,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from emit.errors import EmitError
+from emit.errors import EmitError, shallow
 
 CONFIG = "config.json"
 QUANTIZATION = "hf_quant_config.json"  # of NVIDIA's ModelOpt
@@ -405,7 +405,7 @@ def _non_finite(word: object) -> float:
 
 def _show(value: object) -> str:
     """`value` in ASCII on one line, at most about 80 characters."""
-    text = ascii(value)
+    text = shallow(value)
     return text if len(text) <= 80 else text[:77] + "…"
 
 

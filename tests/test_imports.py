@@ -27,6 +27,7 @@ BANS: dict[str, tuple[str, ...]] = {
 }
 ALLOWED = {
     "artifacts": ("runtime.manifest", "runtime.errors", "runtime.vmfb"),
+    "emit": ("runtime.errors",),
     "recipes": ("runtime.errors",),
 }
 
