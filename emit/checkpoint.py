@@ -272,7 +272,10 @@ def _open_file(path: Path) -> tuple[mmap.mmap, dict[str, TensorInfo]]:
                 path,
                 f"truncated: {size} bytes, expected at least the 8 of a header length; {AGAIN}",
             )
-        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        try:
+            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise _bad(path, f"{size} bytes cannot be mapped ({error.strerror})") from None
     (length,) = struct.unpack("<Q", mapped[:8])
     if length > MAX_HEADER:
         raise _bad(
