@@ -108,7 +108,7 @@ PLANTED = [
     ("artifacts/compile.py", "import jax\nimport doit\nimport recipes.schema", 3),
     ("artifacts/compile.py", "import iree.compiler", 0),
     ("emit/entry.py", "from ..runtime import x", 1),
-    ("emit/entry.py", "from runtime.errors import UserError", 1),
+    ("emit/entry.py", "from runtime.text import Detokenizer", 1),
     ("emit/entry.py", "import jax, ml_dtypes", 0),
     ("emit/entry.py", "from iree.compiler import ir", 1),
     ("recipes/schema.py", "import yaml\nfrom runtime.errors import UserError", 0),

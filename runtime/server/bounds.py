@@ -22,6 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 MAX_CHARS = 8 << 20  # of a rendered prompt, and the largest value that a template may make
 MAX_WORK = 64 << 20  # characters and elements that all operations of one rendering may handle
 STEP, CALL = 16, 256  # what a turn of a loop and a call cost besides
+ELEMENT = 8  # what an element of a container costs, as its place in memory does
 MAX_DIGITS = 4096  # bits of an integer
 MAX_WIDTH = 10_000  # of what pads or repeats by a number
 _WIDE = re.compile(r"[0-9]{5}|\*|:[^{}]*\{")  # widths in formats, given and computed
@@ -65,10 +66,10 @@ def size(value: Any) -> int:
         if isinstance(each, str):
             total += len(each)
         elif isinstance(each, (list, tuple, set, frozenset)):
-            total += len(each)
+            total += ELEMENT * len(each)
             stack += each if total <= MAX_CHARS else ()
         elif isinstance(each, Mapping):
-            total += len(each)
+            total += ELEMENT * len(each)
             stack += [*each.keys(), *each.values()] if total <= MAX_CHARS else ()
         elif isinstance(each, int) and each.bit_length() > MAX_DIGITS:
             raise TooMuch("a number of too many digits")
@@ -136,7 +137,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
         if operator == "**" and not (_small(left) and _small(right)):
             raise TooMuch("a power of large numbers")
         if operator == "*" and (_sequence(left) or _sequence(right)):
-            _check_size(_weight(left) * _weight(right))
+            each = 1 if isinstance(left, str) or isinstance(right, str) else ELEMENT
+            _check_size(_weight(left) * _weight(right) * each)
         elif operator == "%" and isinstance(left, str):
             _check_format(left, right if isinstance(right, tuple) else (right,))
         else:
@@ -147,7 +149,8 @@ class BoundedEnvironment(ImmutableSandboxedEnvironment):
     def call(self, context: Any, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         """A call from a template."""
         spend(CALL)
-        owner = getattr(obj, "__self__", None)
+        # `format` comes wrapped by the sandbox
+        owner = getattr(getattr(obj, "__wrapped__", obj), "__self__", None)
         if isinstance(owner, str):
             _check_method(owner, getattr(obj, "__name__", ""), [*args, *kwargs.values()])
         found = super().call(context, obj, *args, **kwargs)

@@ -196,7 +196,7 @@ GGUFS = [
     Case("a split file that counts 99999 parts", "gguf",
          both(gguf(ARCH, key("split.count", 2, b"\xff\xff"))), "split.no and split.count"),
     Case("a chat template that is no text", "gguf tokenizer",
-         gguf(key("tokenizer.chat_template", 4, b"\0" * 4)), "expected text"),
+         gguf(key("tokenizer.chat_template", 4, b"\0" * 4)), None),
     Case("tokens that are numbers", "gguf tokenizer",
          gguf(ARCH, key("tokenizer.ggml.model", 8, words("gpt2")),
               key("tokenizer.ggml.tokens", 9, struct.pack("<IQI", 4, 1, 7))), "tokens"),
@@ -482,7 +482,6 @@ TOO_MUCH = {
     "a product of large numbers": "{% set n = namespace(x=999) %}{% for i in range(60) %}"
                                   "{% set n.x = n.x * n.x %}{% endfor %}{{ n.x }}",
     "a shift": "{{ (1).__lshift__(10000000000) }}",
-    "a number of text": "{{ ('9' * 1000000) | int }}",
     "sums of lists": "{{ ([[0] * 1000000] * 8) | sum(start=[]) | length }}",
     "translate": "{{ ('x' * 1000000).translate({120: 'y' * 1000000}) }}",
     "joined by much": "{{ ('y' * 1000000).join(['x'] * 1000000) }}",
