@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 import json
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -185,7 +184,3 @@ def seeds() -> list[Seed]:
     found = [*_checkpoints(), *_ggufs(), *_pths(), *_jsons(), *_recipes(), *_tokenizers()]
     name = "chat_template.jinja"
     return [*found, Seed("chat template", {name: TEMPLATE}, name, mutate.in_bytes, 6)]
-
-
-if __name__ == "__main__":
-    sys.exit("see test_mutated.py")

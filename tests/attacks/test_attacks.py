@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from attack_cases import Case, cases
+from attack_binaries import CHECKPOINTS, GGUFS, PTHS
+from attack_case import Case
+from attack_texts import JSONS, RECIPES, TEMPLATES, TOKENIZERS
 
 HERE = Path(__file__).resolve().parent
-CASES = {case.name: case for case in cases()}
+ALL = [*CHECKPOINTS, *GGUFS, *PTHS, *JSONS, *RECIPES, *TOKENIZERS, *TEMPLATES]
+CASES = {case.name: case for case in ALL}
 MIB = 700  # of memory that a parser may take for files of a few megabytes
 SECONDS = 15  # of time, on a busy machine
 
@@ -65,4 +68,4 @@ def test_an_attack_ends_in_one_line_and_does_nothing(
 
 
 def test_names_of_cases_are_their_own() -> None:
-    assert len(CASES) == len(list(cases()))
+    assert len(CASES) == len(ALL)
