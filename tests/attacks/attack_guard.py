@@ -4,7 +4,7 @@ usage: python tests/attacks/attack_guard.py < JOBS
 
 JOBS is JSON, [[directory, parser], …]; for each, a line of JSON says how it ended: `error` (what a
 user would see of a declared error), `crash` (any other exception, signal or time out), `outside`
-(what was opened, written, run or reached that should not be), `seconds`, `mib` (memory above that
+(what was opened, written, run or reached that should not be), `seconds` of processor time, `mib` (memory above that
 of the process before).
 """
 
@@ -12,17 +12,21 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import resource
 import signal
+import socket
 import sys
 import sysconfig
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
-SECONDS = 20  # of a parser before it is stopped
+SECONDS = 20  # of processor time before a parser is stopped
+WAIT = 120  # seconds that it may wait for something, on a busy machine
 MEMORY = 2 << 30  # bytes of address space that a parser may add
 READABLE = tuple(
     f"{os.path.realpath(path)}/"
@@ -42,6 +46,20 @@ WRITES = (
     "os.chown", "os.utime", "os.mkfifo", "os.mknod", "shutil.",
 )  # fmt: skip
 WRITE_FLAGS = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+
+
+# Parsers that do what none may, to see that it is seen.
+PLANTED: dict[str, Callable[[Path], object]] = {
+    "planted: reads": lambda root: Path("/etc/passwd").read_text(),
+    "planted: reads beside": lambda root: (root / "../outside").resolve().read_text(),
+    "planted: writes": lambda root: (root.parent / "planted").write_text("x"),
+    "planted: renames": lambda root: (root / "a").rename(root.parent / "b"),
+    "planted: runs": lambda root: os.system("true"),
+    "planted: connects": lambda root: socket.create_connection(("127.0.0.1", 9), 1),
+    "planted: unpickles": lambda root: pickle.loads(b"cos\ngetpid\n."),
+    "planted: takes memory": lambda root: bytearray(MEMORY * 2),
+    "planted: dies": lambda root: os.abort(),
+}
 
 
 class Guard:
@@ -97,17 +115,17 @@ def attempt(directory: Path, parser: str) -> dict[str, Any]:
     from runtime.errors import shown
 
     Path("/proc/self/clear_refs").write_text("5")
-    before, began = _peak(), time.monotonic()
+    before, began = _peak(), time.process_time()
     guard = Guard(directory)
     ended: dict[str, Any] = {"error": None, "crash": None}
     try:
-        PARSERS[parser](directory)
+        (PARSERS | PLANTED)[parser](directory)
     except ERRORS as error:
         ended["error"] = shown(error)
     except BaseException as error:
         where = traceback.extract_tb(error.__traceback__)[-1]
         ended["crash"] = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"[:500]
-    ended["seconds"] = time.monotonic() - began
+    ended["seconds"] = time.process_time() - began
     found = list(guard.outside)
     ended["mib"] = (_peak() - before) / 1024
     return ended | {"outside": found}
@@ -124,7 +142,9 @@ def _child(write: int, directory: Path, parser: str) -> None:
     """In the child: write how it ended, and be gone without any clean-up."""
     try:
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.alarm(SECONDS)
+        signal.alarm(WAIT)
+        used = int(time.process_time()) + 1
+        resource.setrlimit(resource.RLIMIT_CPU, (used + SECONDS, used + SECONDS))
         limited()
         os.chdir(directory)
         data = json.dumps(attempt(directory, parser)).encode()

@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 from attack_binaries import CHECKPOINTS, GGUFS, PTHS
 from attack_case import Case
+from attack_guard import PLANTED
 from attack_texts import JSONS, RECIPES, TEMPLATES, TOKENIZERS
 
 HERE = Path(__file__).resolve().parent
 ALL = [*CHECKPOINTS, *GGUFS, *PTHS, *JSONS, *RECIPES, *TOKENIZERS, *TEMPLATES]
 CASES = {case.name: case for case in ALL}
 MIB = 700  # of memory that a parser may take for files of a few megabytes
-SECONDS = 15  # of time, on a busy machine
+SECONDS = 15  # of processor time
 
 
 def ended(jobs: list[tuple[Path, str]]) -> list[dict[str, Any]]:
@@ -69,3 +70,15 @@ def test_an_attack_ends_in_one_line_and_does_nothing(
 
 def test_names_of_cases_are_their_own() -> None:
     assert len(CASES) == len(ALL)
+
+
+def test_the_guard_sees_what_it_is_there_for(tmp_path: Path) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "outside").write_text("x")
+    (tmp_path / "home" / "a").write_text("x")
+    found = ended([(tmp_path / "home", name) for name in PLANTED])
+    for name, end in zip(PLANTED, found, strict=True):
+        if name in ("planted: takes memory", "planted: dies"):
+            assert end["crash"] is not None, name
+        else:
+            assert end["outside"], name
