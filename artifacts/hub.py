@@ -12,10 +12,11 @@ import contextlib
 import hashlib
 import io
 import os
+import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn, cast
 
 from artifacts.disk import hash_file, is_full, sync, user_error
 from artifacts.lockfile import Digest, is_commit
@@ -63,8 +64,22 @@ class Hub:
             sha = item.lfs.sha256 if item.lfs else None
             size = item.lfs.size if item.lfs else item.size
             if size is not None:
-                files[item.rfilename] = Remote(item.rfilename, size, sha, item.blob_id)
+                remote = Remote(item.rfilename, size, sha, item.blob_id)
+                self._check(remote)
+                files[item.rfilename] = remote
         return str(info.sha), files
+
+    def _check(self, remote: Remote) -> None:
+        """UserError unless what the hub says of a file has the form of a size and of digests."""
+        size = type(remote.size) is int and 0 <= remote.size < 2**62
+        sha = remote.sha256 is None or _hexadecimal(remote.sha256, 64)
+        oid = remote.git_oid is None or _hexadecimal(remote.git_oid, 40)
+        if not (size and sha and oid):
+            raise UserError(
+                f"hf:{self.repo}: {ascii(remote.name)[:80]}: {self.endpoint} gives it size "
+                f"{ascii(remote.size)[:40]}, sha256 {ascii(remote.sha256)[:80]} and id "
+                f"{ascii(remote.git_oid)[:80]}, expected bytes and hex digits; check HF_ENDPOINT"
+            )
 
     def download(self, commit: str, remote: Remote, dest: Path, partial: Path) -> Digest:
         """Bring `remote` to `dest`; returns its digest. Continues what `partial` already holds.
@@ -120,14 +135,17 @@ class Hub:
         while (have := partial.stat().st_size) != size:
             try:
                 if have > size:
-                    os.truncate(partial, 0)
-                    raise UserError(
-                        f"hf:{self.repo}: {remote.name}: the hub sent more than the expected "
-                        f"{size} bytes; try again, or delete the lock to accept what it has now"
-                    )
+                    raise _TooLong
                 with _Told(partial, shown) as file:
                     file.seek(have)
-                    http_get(url, file, resume_size=have, headers=headers, expected_size=size)
+                    bounded = cast("BinaryIO", _Bounded(file, size))
+                    http_get(url, bounded, resume_size=have, headers=headers, expected_size=size)
+            except _TooLong as error:
+                os.truncate(partial, 0)
+                raise UserError(
+                    f"hf:{self.repo}: {remote.name}: the hub sent more than the expected "
+                    f"{size} bytes; try again, or delete the lock to accept what it has now"
+                ) from error
             except Exception as error:
                 progress = partial.stat().st_size > have
                 failures = 0 if progress else failures + 1
@@ -212,6 +230,30 @@ def _without_bars() -> None:
 
     if HF_HUB_DISABLE_PROGRESS_BARS is None:
         disable_progress_bars("huggingface_hub.http_get")
+
+
+class _TooLong(Exception):
+    """A body goes on behind its end."""
+
+
+class _Bounded:
+    """A file that takes no byte behind `size`; all else is the file's own."""
+
+    def __init__(self, file: BinaryIO, size: int) -> None:
+        self._file, self._size = file, size
+
+    def write(self, data: bytes) -> int:
+        """As the file's. Raises _TooLong for more bytes, of which it writes none."""
+        if self._file.tell() + len(data) > self._size:
+            raise _TooLong
+        return self._file.write(data)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._file, name)
+
+
+def _hexadecimal(value: object, digits: int) -> bool:
+    return isinstance(value, str) and re.fullmatch(rf"[0-9a-f]{{{digits}}}", value) is not None
 
 
 def differs(remote: Remote, path: Path, digest: Digest) -> str | None:

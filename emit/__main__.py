@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from emit.errors import EmitError
+from runtime.errors import shown
 
 if TYPE_CHECKING:
     from emit.storage import Storage
@@ -263,7 +264,7 @@ def main(argv: list[str] | None = None) -> int:
     except (EmitError, OSError) as error:
         if os.environ.get("SCANWRIGHT_DEBUG") == "1":
             traceback.print_exc()
-        print("error: " + " ".join(str(error).split()), file=sys.stderr)
+        print("error: " + shown(error), file=sys.stderr)
         with contextlib.suppress(OSError):  # not empty: it was there before
             args.out.rmdir()
         return 1

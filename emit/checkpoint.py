@@ -27,7 +27,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from emit.errors import EmitError
+from emit.errors import EmitError, shallow
 
 CONFIG = "config.json"
 QUANTIZATION = "hf_quant_config.json"  # of NVIDIA's ModelOpt
@@ -272,7 +272,10 @@ def _open_file(path: Path) -> tuple[mmap.mmap, dict[str, TensorInfo]]:
                 path,
                 f"truncated: {size} bytes, expected at least the 8 of a header length; {AGAIN}",
             )
-        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        try:
+            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise _bad(path, f"{size} bytes cannot be mapped ({error.strerror})") from None
     (length,) = struct.unpack("<Q", mapped[:8])
     if length > MAX_HEADER:
         raise _bad(
@@ -405,7 +408,7 @@ def _non_finite(word: object) -> float:
 
 def _show(value: object) -> str:
     """`value` in ASCII on one line, at most about 80 characters."""
-    text = ascii(value)
+    text = shallow(value)
     return text if len(text) <= 80 else text[:77] + "…"
 
 

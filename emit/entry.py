@@ -65,7 +65,7 @@ class Model:
         trained on where those are fewer.
         """
         name = raw.get("model_type")
-        if not isinstance(name, str) or not name.isidentifier():
+        if not isinstance(name, str) or not name.isidentifier() or name[0] == "_":
             raise EmitError(f"config.json: model_type = {name!r}, expected a family name")
         if importlib.util.find_spec(f"emit.families.{name}") is None:
             raise EmitError(f"config.json: model_type = {name!r} is not a supported family")

@@ -2,6 +2,17 @@
 
 from __future__ import annotations
 
+import reprlib
+from typing import Any
+
 
 class EmitError(ValueError):
     """A checkpoint, config or shape that cannot be used; the message is one line that says why."""
+
+
+def shallow(value: Any) -> str:
+    """`value` in ASCII, its long parts cut short, however large and deep it is."""
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = 80
+    short.maxlist = short.maxtuple = short.maxdict = 20
+    return short.repr(value).encode("ascii", "backslashreplace").decode()

@@ -76,7 +76,11 @@ def _chosen(file: Gguf, config: Mapping[str, Any]) -> dict[str, Row]:
     """The rows whose tensors are there; tensors that no row takes stand under their own names."""
     chosen: dict[str, Row] = {}
     taken: set[str] = set()
-    for row in rows(config):
+    try:
+        listed = rows(config)
+    except EmitError as error:
+        raise EmitError(f"{file.path}: {error}") from None
+    for row in listed:
         if not all(part in file.tensors for part in row.parts):
             continue
         taken |= set(row.parts)

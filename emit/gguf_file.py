@@ -23,7 +23,7 @@ import ml_dtypes
 import numpy as np
 
 from emit.checkpoint import TensorInfo, release
-from emit.errors import EmitError
+from emit.errors import EmitError, shallow
 
 MAX_ITEMS = 1 << 22  # elements of all arrays of a file: some vocabularies have 10^6 with merges
 MAX_TENSORS = 1 << 20
@@ -283,7 +283,7 @@ class _Reader:
 
 def _show(value: object) -> str:
     """`value` in ASCII on one line, at most about 80 characters."""
-    text = ascii(value)
+    text = shallow(value)
     return text if len(text) <= 80 else text[:77] + "…"
 
 

@@ -8,11 +8,13 @@ that the family needs is missed, and one that no row takes is refused, by the fa
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from emit.errors import EmitError
 from emit.gguf_undo import (
     Copy,
     Grouped,
@@ -47,12 +49,20 @@ class Row:
     undo: Undo = field(default=COPY)
 
 
+MAX_ROWS = 1 << 19  # the largest models have some 140,000
+
 Rows = Iterator[Row]
 
 
 def rows(config: Config) -> list[Row]:
-    """All tensors that a file of the model `config` may hold."""
-    return list(FAMILIES[config["model_type"]](config))
+    """All tensors that a file of the model `config` may hold. EmitError for more than MAX_ROWS."""
+    found = list(itertools.islice(FAMILIES[config["model_type"]](config), MAX_ROWS + 1))
+    if len(found) > MAX_ROWS:
+        raise EmitError(
+            f"layers and experts that make more than {MAX_ROWS} matrices, expected a model that"
+            " exists; download or convert the file again"
+        )
+    return found
 
 
 def _one(name: str, part: str, undo: Undo = COPY) -> Row:

@@ -335,9 +335,13 @@ def _entries(raw: np.ndarray) -> dict[str, np.ndarray]:
         raise ValueError(f"begins with {magic!r}, expected {MAGIC!r}")
     count, entries_at, _, names_at, _, storage_at, _ = _COUNTS.unpack_from(header, _PREFIX.size)
     found: dict[str, np.ndarray] = {}
+    named = 0
     for i in range(count):
         entry = _ENTRY.unpack_from(header, entries_at + i * _up(_ENTRY.size, 16))
         name_off, name_len, _, _, _, offset, length = entry[3:]
+        named += name_len
+        if named > len(raw):
+            raise ValueError(f"names of {named} bytes in a file of {len(raw)}")
         name = raw[names_at + name_off : names_at + name_off + name_len].tobytes().decode()
         found[name] = raw[storage_at + offset : storage_at + offset + length]
     return found

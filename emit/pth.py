@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import pickletools
 import re
-import reprlib
 import struct
 import zipfile
 from collections.abc import Callable
@@ -22,9 +21,10 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from emit.errors import EmitError
+from emit.errors import EmitError, shallow
 
 MAX_PICKLE = 64 << 20  # bytes
+MAX_STEPS = 1 << 20  # instructions of a pickle; a tensor takes about forty
 MAX_RANK = 8
 STORAGES = {
     "torch.FloatStorage": ("F32", np.dtype("<f4")),
@@ -100,7 +100,9 @@ class Pth:
         """The tensor `name`, in its own type."""
         tensor = self.tensors[name]
         member = f"{self._base}data/{tensor.key}"
-        flat = np.frombuffer(self._member(member, None), tensor.dtype)[tensor.offset :]
+        data = self._member(member, None)
+        whole = len(data) // tensor.dtype.itemsize
+        flat = np.frombuffer(data, tensor.dtype, whole)[tensor.offset :]
         strides = [stride * tensor.dtype.itemsize for stride in tensor.strides]
         view = np.lib.stride_tricks.as_strided(flat, tensor.shape, strides, writeable=False)
         return np.ascontiguousarray(view)
@@ -113,7 +115,10 @@ class Pth:
                 raise bad(self.path, f"{name} is compressed or encrypted, which torch never does")
             if limit is not None and info.file_size > limit:
                 raise bad(self.path, f"{name}: {info.file_size} bytes, expected at most {limit}")
-            return self._archive.read(info)
+            data = self._archive.read(info)
+            if len(data) != info.file_size:  # what the directory says is what was checked
+                raise ValueError(f"{len(data)} bytes, expected {info.file_size}")
+            return data
         except (KeyError, *_DAMAGED) as error:
             raise bad(self.path, f"{name}: {error}; download the file again") from None
 
@@ -154,7 +159,9 @@ class _Machine:
     def run(self, data: bytes) -> Any:
         """What the pickle stands for. Raises _Refused for what is not known."""
         try:
-            for opcode, argument, _ in pickletools.genops(data):
+            for step, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+                if step == MAX_STEPS:
+                    raise _Refused(f"has more than {MAX_STEPS} instructions")
                 if opcode.name == "STOP":
                     return self.stack.pop()
                 self._do(opcode.name, argument)
@@ -278,9 +285,7 @@ def _tensors(content: Any) -> dict[str, Tensor]:
 
 def _show(value: Any) -> str:
     """`value` in ASCII on one line, at most about 80 characters, however deep it is."""
-    shallow = reprlib.Repr()
-    shallow.maxstring = shallow.maxother = 80
-    text = shallow.repr(value).encode("ascii", "backslashreplace").decode()
+    text = shallow(value)
     return text if len(text) <= 80 else text[:77] + "…"
 
 

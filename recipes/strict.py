@@ -17,6 +17,10 @@ import yaml
 
 from runtime.errors import UserError
 
+MAX_BYTES = 1 << 17  # of a file
+MAX_DEPTH = 32  # of lists and mappings in each other
+MAX_DIGITS = 100  # of a number
+
 
 class Fields:
     """The top-level mapping of one YAML file; `take` each key once, then `finish`."""
@@ -96,12 +100,21 @@ def nearest(word: str, names: Iterable[str]) -> str:
 
 def _compose(path: Path, name: str) -> yaml.Node | None:
     try:
-        text = path.read_text(encoding="utf-8")
+        with path.open("rb") as file:
+            data = file.read(MAX_BYTES + 1)
+        text = data.decode("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{name}: cannot be read as UTF-8 text: {error}") from error
+    if len(data) > MAX_BYTES:
+        raise UserError(f"{name}: more than {MAX_BYTES} bytes, which no recipe needs")
+    depth = 0
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             line = event.start_mark.line + 1 if event.start_mark else 1
+            depth += isinstance(event, yaml.CollectionStartEvent)
+            depth -= isinstance(event, yaml.CollectionEndEvent)
+            if depth > MAX_DEPTH:
+                raise UserError(f"{name}:{line}: nested more than {MAX_DEPTH} deep")
             if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
                 raise UserError(
                     f"{name}:{line}: aliases and anchors are not read: write the value out"
@@ -126,6 +139,8 @@ def scalar(fields: Fields, key: str, node: yaml.Node) -> str | int | float | boo
     if not isinstance(node, yaml.ScalarNode):
         raise fields.fail(node, f"{key}: expected a single value, found a list or mapping")
     text, kind = node.value, node.tag.rpartition(":")[2]
+    if kind in ("int", "float") and len(text) > MAX_DIGITS:
+        raise fields.fail(node, f"{key}: {len(text)} characters are no number: quote text")
     if kind == "str":
         if node.style is None and re.fullmatch(r"[-+.0-9][-+.0-9eE_]*[eE][-+.0-9]+", text):
             raise fields.fail(

@@ -7,6 +7,8 @@ import sys
 import traceback
 from types import TracebackType
 
+MAX_SHOWN = 4000  # characters of a message
+
 
 class UserError(Exception):
     """A failure the user can act on.
@@ -20,8 +22,20 @@ def report(error: BaseException) -> int:
     """Print `error` as one line on stderr (a traceback if SCANWRIGHT_DEBUG=1); return 1."""
     if os.environ.get("SCANWRIGHT_DEBUG") == "1":
         traceback.print_exception(error)
-    print("error: " + " ".join(str(error).split()), file=sys.stderr)
+    print("error: " + shown(error), file=sys.stderr)
     return 1
+
+
+def shown(error: BaseException) -> str:
+    """The message of `error` on one line, as a terminal may show it.
+
+    What a hostile file put into it moves no cursor (unprintable characters are escaped) and fills
+    no screen (the middle of more than MAX_SHOWN characters is left out).
+    """
+    text = " ".join(str(error).split())
+    if len(text) > MAX_SHOWN:
+        text = f"{text[: MAX_SHOWN // 2]} […] {text[-MAX_SHOWN // 2 :]}"
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
 
 
 def quiet_interrupt() -> None:

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import json
 import math
+import stat
 import threading
 import types
 import typing
@@ -19,7 +20,7 @@ from runtime.errors import UserError
 
 T = TypeVar("T")
 Decoder = Callable[[Any], Any]
-MAX_JSON_BYTES = 256 << 20
+MAX_JSON_BYTES = 64 << 20
 
 
 class _Mismatch(Exception):
@@ -45,7 +46,10 @@ def read(cls: type[T], path: Path, advice: str) -> T:
     Raises UserError naming the file, the field, what was found and what was expected.
     """
     try:
-        if path.stat().st_size > MAX_JSON_BYTES:
+        facts = path.stat()
+        if not stat.S_ISREG(facts.st_mode):
+            raise UserError(f"{path}: not a regular file; {advice}")
+        if facts.st_size > MAX_JSON_BYTES:
             raise UserError(f"{path}: larger than {MAX_JSON_BYTES} bytes; {advice}")
         text = path.read_bytes().decode("utf-8")
     except OSError as error:

@@ -9,10 +9,12 @@ Special tokens have no text.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Sequence
+import stat
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
 
 FILE_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
+MAX_BYTES = 256 << 20  # of one file
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -59,13 +62,9 @@ class Tokenizer:
         import tokenizers
 
         self._config = parse_object(config, path.with_name(CONFIG_NAME))
-        try:
+        self._path = path
+        with self._library():
             self._inner = tokenizers.Tokenizer.from_str(text)
-        except Exception as error:  # the library raises plain Exception
-            raise UserError(
-                f"{path}: {error}; expected a tokenizer.json that tokenizers"
-                f" {tokenizers.__version__} reads"
-            ) from error
         self._inner.no_truncation()
         self._inner.no_padding()
         try:
@@ -74,6 +73,22 @@ class Tokenizer:
             raise UserError(
                 f"{path.with_name(CONFIG_NAME)}: added_tokens_decoder is malformed"
                 f" ({type(error).__name__}: {error}), expected an object of id: token"
+            ) from error
+
+    @contextlib.contextmanager
+    def _library(self) -> Iterator[None]:
+        """UserError for what goes wrong in the library, which raises plain Exception, and where it
+        has not foreseen what a file says a BaseException of its own."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, (KeyboardInterrupt, SystemExit, GeneratorExit)):
+                raise
+            import tokenizers
+
+            raise UserError(
+                f"{self._path}: {error}; expected a tokenizer.json that tokenizers"
+                f" {tokenizers.__version__} reads"
             ) from error
 
     @property
@@ -93,11 +108,13 @@ class Tokenizer:
                 f"prompt: not UTF-8 at character {error.start}, expected UTF-8 text"
             ) from error
         # the batch form lets other threads run meanwhile
-        return self._inner.encode_batch_fast([text], add_special_tokens=special)[0].ids
+        with self._library():
+            return self._inner.encode_batch_fast([text], add_special_tokens=special)[0].ids
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of all of `ids` at once, special tokens left out."""
-        return self._inner.decode(list(ids), skip_special_tokens=True)
+        with self._library():
+            return self._inner.decode(list(ids), skip_special_tokens=True)
 
     def stream(self, prompt: Sequence[int] = ()) -> Detokenizer:
         """A detokenizer for text that continues `prompt`."""
@@ -240,6 +257,12 @@ def read_text(bundle: Path, ref: FileRef) -> str:
     """A text file of the bundle, if it is the one the manifest lists. Raises UserError."""
     path = bundle / ref.path
     try:
+        facts = path.stat()
+        if not stat.S_ISREG(facts.st_mode) or facts.st_size > MAX_BYTES:
+            raise UserError(
+                f"{path}: no regular file of at most {MAX_BYTES} bytes, expected one of {ref.size};"
+                " rebuild the bundle"
+            )
         data = path.read_bytes()
     except OSError as error:
         raise UserError(

@@ -165,7 +165,8 @@ def _added(
     added, silent = {}, set()
     for key, fields in listed.items():
         word = fields.get("content") if isinstance(fields, dict) else fields
-        if not isinstance(word, str) or not word or not re.fullmatch(r"[0-9]{1,7}", key):
+        text = isinstance(word, str) and word and not re.search("[\ud800-\udfff]", word)
+        if not text or not re.fullmatch(r"[0-9]{1,7}", key):
             raise UserError(
                 f"{path}: added_tokens_decoder: found {key!r}: {json.dumps(fields)[:80]},"
                 " expected an id and a token"

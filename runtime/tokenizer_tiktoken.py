@@ -240,7 +240,7 @@ def _specials(config: Mapping[str, Any], base: int, path: Path) -> tuple[list[st
 def _added(key: str, token: Any, base: int, path: Path) -> tuple[int, str, bool]:
     """One row of added_tokens_decoder: number, name, and whether it has text."""
     word = token.get("content") if isinstance(token, dict) else token
-    number = int(key) if key.isascii() and key.isdigit() else -1
+    number = int(key) if re.fullmatch("[0-9]{1,9}", key) else -1
     if not base <= number < base + RESERVED:
         raise UserError(
             f"{path}: added_tokens_decoder has the number {key!r}, expected {base} to"

@@ -31,7 +31,7 @@ ALLOWED = {
         *("runtime.blobs", "runtime.oci", "runtime.pack", "runtime.place", "runtime.s3"),
         *("runtime.progress", "runtime.web"),
     ),
-    "emit": ("runtime.progress",),
+    "emit": ("runtime.errors", "runtime.progress"),
     "recipes": ("runtime.errors",),
 }
 
@@ -112,7 +112,7 @@ PLANTED = [
     ("artifacts/compile.py", "import jax\nimport doit\nimport recipes.schema", 3),
     ("artifacts/compile.py", "import iree.compiler", 0),
     ("emit/entry.py", "from ..runtime import x", 1),
-    ("emit/entry.py", "from runtime.errors import UserError", 1),
+    ("emit/entry.py", "from runtime.text import Detokenizer", 1),
     ("emit/entry.py", "import jax, ml_dtypes", 0),
     ("emit/entry.py", "from iree.compiler import ir", 1),
     ("recipes/schema.py", "import yaml\nfrom runtime.errors import UserError", 0),

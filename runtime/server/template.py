@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -19,10 +18,10 @@ import jinja2
 from jinja2 import nodes
 from jinja2.ext import Extension, LoopControlExtension
 from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from runtime import tokenizer as tokenizers
 from runtime.errors import UserError
+from runtime.server.bounds import MAX_CHARS, BoundedEnvironment, TooMuch, budget
 from runtime.server.fields import ApiError
 
 if TYPE_CHECKING:
@@ -34,9 +33,7 @@ RESERVED = frozenset(
     {"messages", "add_generation_prompt", "tools", "documents", "raise_exception"}
     | {"strftime_now", "range"}
 )
-MAX_CHARS = 8 << 20  # of a rendered prompt, and of any string a template multiplies
 MAX_STEPS = 1_000_000  # numbers that all range() calls of one rendering may give out
-_WIDE = re.compile(r"[0-9]{5}|\*")
 _TOKENS = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
 
 
@@ -55,8 +52,14 @@ class ChatTemplate:
         self.special_tokens = dict(special_tokens or {})
         self._text = text
         try:
-            self._template = _environment().from_string(text)
-        except (jinja2.TemplateError, RecursionError, ValueError) as error:
+            self._template = _environment().bounded_template(text)
+        except (
+            jinja2.TemplateError,
+            RecursionError,
+            MemoryError,
+            SyntaxError,
+            ValueError,
+        ) as error:
             line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
             words = " ".join(str(error).split()) or type(error).__name__
             raise UserError(
@@ -86,11 +89,12 @@ class ChatTemplate:
         }
         parts, size = [], 0
         try:
-            for part in self._template.generate(values):
-                parts.append(part)
-                size += len(part)
-                if size > MAX_CHARS:
-                    raise _TooMuch(f"more than {MAX_CHARS} characters")
+            with budget():
+                for part in self._template.generate(values):
+                    parts.append(part)
+                    size += len(part)
+                    if size > MAX_CHARS:
+                        raise TooMuch(f"more than {MAX_CHARS} characters")
         except Exception as error:  # whatever a template does wrong is not the server's fault
             words = " ".join(str(error).split()) or type(error).__name__
             raise ApiError(
@@ -153,28 +157,6 @@ def _default(value: Any, path: Path) -> str | None:
     )
 
 
-class _TooMuch(Exception):
-    """A template goes on for too long."""
-
-
-class _Sandbox(ImmutableSandboxedEnvironment):
-    """Also bounds the strings and lists that `*`, `**` and `%` can make."""
-
-    intercepted_binops = frozenset({"*", "**", "%"})
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """The result of an intercepted operator."""
-        if operator == "**" and not (_small(left) and _small(right)):
-            raise _TooMuch("a power of large numbers")
-        sequences = (str, list, tuple)
-        if operator == "*" and (isinstance(left, sequences) or isinstance(right, sequences)):
-            if _length(left) * _length(right) > MAX_CHARS:
-                raise _TooMuch(f"more than {MAX_CHARS} characters")
-        if operator == "%" and isinstance(left, str) and _WIDE.search(left):
-            raise _TooMuch("a % format that is too wide")
-        return super().call_binop(context, operator, left, right)
-
-
 class _Generation(Extension):
     """`{% generation %}`: marks what the assistant said, for training; here only its body."""
 
@@ -187,11 +169,11 @@ class _Generation(Extension):
         return nodes.Scope(body, lineno=line)
 
 
-def _environment() -> jinja2.Environment:
-    environment = _Sandbox(
+def _environment() -> BoundedEnvironment:
+    environment = BoundedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[LoopControlExtension, _Generation]
     )
-    environment.filters["tojson"] = _tojson
+    environment.bound_filter("tojson", _tojson)
     del environment.globals["lipsum"]  # makes text without end
     environment.globals["raise_exception"] = _raise
     environment.globals["strftime_now"] = _strftime_now
@@ -231,17 +213,7 @@ def _range(budget: int) -> Callable[..., range]:
         found = range(*args)
         left -= max(1, len(found))
         if left < 0:
-            raise _TooMuch(f"more than {budget} steps of range()")
+            raise TooMuch(f"more than {budget} steps of range()")
         return found
 
     return bounded
-
-
-def _small(value: Any) -> bool:
-    return isinstance(value, (int, float)) and abs(value) <= 1000
-
-
-def _length(value: Any) -> int:
-    if isinstance(value, (str, list, tuple)):
-        return len(value)
-    return abs(value) if isinstance(value, int) else 1
