@@ -27,6 +27,8 @@ class Looking(Store):
     as long as the block; `elsewhere` holds the bytes of each that was seen there, by stage.
     """
 
+    read_only = True
+
     def __init__(
         self, root: Path | str, *, rehash_limit: int = 64 << 20, remote: Remote | None = None
     ) -> None:

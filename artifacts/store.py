@@ -56,6 +56,8 @@ class Store:
     Raises UserError if the directory cannot be made or written.
     """
 
+    read_only = False  # whether nothing at all may be written under `root`
+
     def __init__(
         self, root: Path | str, *, rehash_limit: int = 64 << 20, remote: Remote | None = None
     ) -> None:
