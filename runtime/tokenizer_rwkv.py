@@ -165,7 +165,7 @@ def _added(
     added, silent = {}, set()
     for key, fields in listed.items():
         word = fields.get("content") if isinstance(fields, dict) else fields
-        text = isinstance(word, str) and word and not re.search("[\ud800-\udfff]", word)
+        text = word if isinstance(word, str) and not re.search("[\ud800-\udfff]", word) else ""
         if not text or not re.fullmatch(r"[0-9]{1,7}", key):
             raise UserError(
                 f"{path}: added_tokens_decoder: found {key!r}: {json.dumps(fields)[:80]},"
@@ -177,12 +177,12 @@ def _added(
                 raise UserError(
                     f"{path}: added_tokens_decoder: {word!r} sets {name}, not supported"
                 )
-        if word in added or words.get(token, word.encode()) != word.encode():
+        if text in added or words.get(token, text.encode()) != text.encode():
             raise UserError(
-                f"{path}: added_tokens_decoder gives {word!r} the id {key}, which is"
-                f" {words.get(token, word)!r} in {FILE_NAME} or here"
+                f"{path}: added_tokens_decoder gives {text!r} the id {key}, which is"
+                f" {words.get(token, text)!r} in {FILE_NAME} or here"
             )
-        added[word] = token
+        added[text] = token
         silent |= {token} if flags.get("special") else set()
     return added, silent
 

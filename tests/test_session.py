@@ -163,7 +163,15 @@ def test_a_single_slot_takes_the_state_of_its_prefill():
     manifest = mf.load(bundle)
     session = Session(Module.open(bundle, manifest), manifest)
     host, call, called = session.device.to_host, session.device.call, []
-    session.device.call = lambda name, args: called.append(name) or call(name, args)
+    broken = False
+
+    def told(function, args):
+        called.append(function)
+        if broken:
+            raise UserError(f"{function} failed")
+        return call(function, args)
+
+    session.device.call = told
     assert not any(np.any(host(s)) for s in session.extract(0))
     first = host(session.decode([5], [0], [1])[0])
     want = reference(session, [5])[1][0]
@@ -176,12 +184,12 @@ def test_a_single_slot_takes_the_state_of_its_prefill():
     session.admit(0)
     assert set(called) == {"prefill_8", "prefill_4"}
     session.decode([4], [13], [1])
-    session.device.call = None
-    with pytest.raises(TypeError):
+    broken = True
+    with pytest.raises(UserError):
         session.decode([4], [14], [1])
     with pytest.raises(ValueError, match="lost"):
         _ = session.state
-    session.device.call = call
+    broken = False
     session.admit(0, work)
     assert all(np.any(host(s)) for s in session.extract(0))
 
