@@ -13,6 +13,6 @@ class EmitError(ValueError):
 def shallow(value: Any) -> str:
     """`value` in ASCII, its long parts cut short, however large and deep it is."""
     short = reprlib.Repr()
-    short.maxstring = short.maxother = short.maxlong = 80
+    short.maxstring = short.maxother = short.maxlong = 200
     short.maxlist = short.maxtuple = short.maxdict = 20
     return short.repr(value).encode("ascii", "backslashreplace").decode()

@@ -29,7 +29,7 @@ ALLOWED = {
     "artifacts": (
         *("runtime.manifest", "runtime.errors", "runtime.vmfb"),
         *("runtime.blobs", "runtime.oci", "runtime.pack", "runtime.place", "runtime.s3"),
-        *("runtime.progress", "runtime.web"),
+        *("runtime.progress", "runtime.reference", "runtime.results", "runtime.web"),
     ),
     "emit": ("runtime.errors", "runtime.progress"),
     "recipes": ("runtime.errors",),

@@ -4,8 +4,8 @@ usage: python tests/attacks/attack_guard.py < JOBS
 
 JOBS is JSON, [[directory, parser], …]; for each, a line of JSON says how it ended: `error` (what a
 user would see of a declared error), `crash` (any other exception, signal or time out), `outside`
-(what was opened, written, run or reached that should not be), `seconds` of processor time, `mib`
-(memory above that of the process before).
+(what was opened, written, run or reached that should not be), `seconds` of processor time,
+`mib` (memory above that of the process before).
 """
 
 from __future__ import annotations
