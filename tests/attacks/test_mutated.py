@@ -36,7 +36,7 @@ def test_a_few_thousand() -> None:
     assert found["ran"].keys() == PARSERS.keys() - {"bundle's tokenizer"}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_fifty_thousand() -> None:
     found = fuzzed(MANY, 0)
     for parser, ran in found["ran"].items():
