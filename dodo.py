@@ -19,7 +19,7 @@ from typing import Any
 from doit import get_var
 from doit.reporter import ConsoleReporter
 
-from artifacts import estimate, gc, plan
+from artifacts import gc, plan
 from artifacts.job import Job
 from artifacts.looking import Looking
 from artifacts.remote import from_environment
@@ -181,6 +181,8 @@ def task_plan():
     """say what a build would run, why, how big it gets and how long it takes; run nothing"""
 
     def show() -> None:
+        from artifacts import estimate
+
         with Looking(default_root(), remote=from_environment()) as cache:
             print("\n".join(estimate.report(plan.Plan(cache, JOB, BUILD), cache)))
 
@@ -237,19 +239,25 @@ def task_gc():
 
 def task_push():
     """bring a bundle elsewhere: bundle=DIR to=oci://HOST/NAME:TAG|hf://ORG/NAME|s3://…|DIR"""
-    from artifacts import push
 
-    plain = GIVEN["plain_http"] not in (None, "", "0")
-    bundle = Path(GIVEN["bundle"] or BUNDLE)
-    return {"actions": [action(lambda: print(push.push(bundle, GIVEN["to"], plain)))]}
+    def run() -> None:
+        from artifacts import push
+
+        plain = GIVEN["plain_http"] not in (None, "", "0")
+        print(push.push(Path(GIVEN["bundle"] or BUNDLE), GIVEN["to"], plain))
+
+    return {"actions": [action(run)]}
 
 
 def task_pack():
     """write a bundle to one tar file, the same bytes each time: bundle=DIR to=FILE.tar"""
-    from artifacts import push
 
-    bundle = Path(GIVEN["bundle"] or BUNDLE)
-    return {"actions": [action(lambda: print(push.pack(bundle, GIVEN["to"])))]}
+    def run() -> None:
+        from artifacts import push
+
+        print(push.pack(Path(GIVEN["bundle"] or BUNDLE), GIVEN["to"]))
+
+    return {"actions": [action(run)]}
 
 
 def task_test():

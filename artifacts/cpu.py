@@ -23,6 +23,7 @@ from runtime.errors import UserError
 CPUINFO = {
     "x86_64": {
         "sse3": "pni", "ssse3": "ssse3", "sse4.1": "sse4_1", "sse4.2": "sse4_2",
+        "sse4a": "sse4a",
         "popcnt": "popcnt", "cx16": "cx16", "lzcnt": "abm", "movbe": "movbe",
         "bmi": "bmi1", "bmi2": "bmi2", "adx": "adx", "f16c": "f16c", "fma": "fma",
         "avx": "avx", "avx2": "avx2", "avxvnni": "avx_vnni", "avxifma": "avx_ifma",
