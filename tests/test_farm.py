@@ -95,7 +95,7 @@ def kill_one_that_compiles(farm: subprocess.Popen[str]) -> tuple[str, str, str]:
     return killed[1], killed[2], "".join(lines)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_worker_killed_in_mid_compile_is_made_up_for(tmp_path: Path) -> None:
     place, remote = Place.new(tmp_path / "place"), tmp_path / "remote"
     remote.mkdir()
@@ -133,7 +133,7 @@ def test_a_worker_killed_in_mid_compile_is_made_up_for(tmp_path: Path) -> None:
         assert done.errors[0].startswith("error: farm: 2 of 2 results are in caches of the workers")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_what_kills_every_worker_is_given_up(tmp_path: Path) -> None:
     place = Place.new(tmp_path / "place")
     none = {"DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0"}

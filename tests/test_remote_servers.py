@@ -27,7 +27,7 @@ LARGE = random.Random(1).randbytes((9 << 20) + 7)  # more than two pieces
 SHORT_S = 1.0  # of waiting, where the server does not answer
 
 # Connections that a client was cut off from are closed by the collector.
-pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning")
+pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.thorough]
 
 
 @pytest.fixture(scope="module", params=["s3", "webdav"])
