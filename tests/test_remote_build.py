@@ -30,6 +30,11 @@ def stages_started(done: Done) -> set[str]:
     return {line[line.index("-m") + 2] for line in lines if "-m" in line and "doit" not in line}
 
 
+def compiles(line: str) -> bool:
+    """Whether the compiler is asked for a module, not only for what it calls this CPU."""
+    return "iree-compile" in line and "model.vmfb" in line
+
+
 def test_a_cold_machine_builds_from_the_remote(cold: Place, tmp_path: Path) -> None:
     """All but the weights, which are converted there; then nothing is asked any more. What is
     wrong in the remote is made again, and put right by a machine that may write."""
@@ -50,7 +55,7 @@ def test_a_cold_machine_builds_from_the_remote(cold: Place, tmp_path: Path) -> N
     done = second.built(env=env)
     assert warnings(done) == []
     assert stages_started(done) == {"convert"}
-    assert not any("iree-compile" in line for line in done.started)
+    assert not any(compiles(line) for line in done.started)
     assert_right(second.bundle)
     assert contents(second.bundle) == contents(cold.bundle)
     rows = {row["stage"]: row for row in log_rows(second.bundle) if "key" in row}
@@ -70,7 +75,7 @@ def test_a_cold_machine_builds_from_the_remote(cold: Place, tmp_path: Path) -> N
     done = third.built(env={**env, "SCANWRIGHT_REMOTE_WRITE": "1"})
     assert len(warnings(done)) == 2
     assert stages_started(done) == {"convert", "check"}
-    assert any("iree-compile" in line for line in done.started)
+    assert any(compiles(line) for line in done.started)
     assert contents(third.bundle) == contents(cold.bundle)
     shutil.rmtree(third.cache)
     shutil.rmtree(third.build)
