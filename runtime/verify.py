@@ -153,9 +153,9 @@ def check_device(
         _known_outputs(bundle, manifest, entries)
         yield from _entry_rows(probe.check_entries(module, manifest, entries.plain()))
     if manifest.files.params is not None:
-        session = Session(module, manifest)
+        session, limit = Session(module, manifest), _logits_bound(manifest, entries)
         for number, prompt in enumerate(reference.prompts):
-            yield check_prompt(session, module, _logits_bound(manifest, entries), number, prompt)
+            yield check_prompt(session, module, limit, number, prompt)
         source = reference.perplexity
         if source is not None:
             yield check_perplexity(session, manifest, source.rows, source.source_loss)
@@ -168,8 +168,9 @@ def _logits_bound(manifest: mf.Manifest, entries: rf.Entries | None) -> float:
     from runtime import probe
 
     tolerance = manifest.proof.tolerance
-    moved = (entries.plain().get("sensitivity") if entries else None) or {"": None}
-    return max(probe.bound("logits", tolerance, each) for each in moved.values())
+    calls = entries.sensitivity.values() if entries and entries.sensitivity else ()
+    bounds = (probe.bound("logits", tolerance, asdict(moved)) for moved in calls)
+    return max(bounds, default=tolerance.logits)
 
 
 def _entry_rows(checks: list[Check]) -> Iterable[Row]:

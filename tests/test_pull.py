@@ -28,10 +28,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.fixture(autouse=True)
 def _own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache and a working directory of the test's own, and no waiting between tries."""
-    monkeypatch.setenv("SCANWRIGHT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
-    monkeypatch.delenv("SCANWRIGHT_REGISTRY_AUTH", raising=False)
-    monkeypatch.chdir(tmp_path)
+    transport.alone(tmp_path, monkeypatch)
     monkeypatch.setattr(web.time, "sleep", lambda seconds: None)
 
 

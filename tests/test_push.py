@@ -29,10 +29,7 @@ HTPASSWD = "me:$2b$04$b/MbPQkAhO5CsRf71L1kQuem2kd0OLVMMHq4Om8.JNmb/RPN7gdKS"
 @pytest.fixture(autouse=True)
 def _own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A cache, a docker configuration and a working directory of the test's own."""
-    monkeypatch.setenv("SCANWRIGHT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setenv("DOCKER_CONFIG", str(tmp_path / "docker"))
-    monkeypatch.delenv("SCANWRIGHT_REGISTRY_AUTH", raising=False)
-    monkeypatch.chdir(tmp_path)
+    transport.alone(tmp_path, monkeypatch)
 
 
 @pytest.fixture

@@ -20,12 +20,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import fake_device
+import pytest
 
 from runtime import manifest as mf
 
 PARAMS = 300_000  # bytes
 # What it says of the bundle are bytes nobody runs.
 FILES = {"model.vmfb": 20_000, "params.irpa": PARAMS, "reference.json": 3_000, "tokenizer.json": 0}
+
+
+def alone(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cache, a docker configuration and a working directory under `directory`, no other keys."""
+    monkeypatch.setenv("SCANWRIGHT_CACHE", str(directory / "cache"))
+    monkeypatch.setenv("DOCKER_CONFIG", str(directory / "docker"))
+    monkeypatch.delenv("SCANWRIGHT_REGISTRY_AUTH", raising=False)
+    monkeypatch.chdir(directory)
 
 
 def made(directory: Path, target: str = "cpu", code: int = 1) -> Path:

@@ -2,11 +2,11 @@
 // products (AVX-512 VNNI), which round nothing: half the work of widening each code to a float.
 //
 // x[k] = S n[k], |n| <= 127 2^14, with an S for each 128 inputs, whose codes fill a vector: no more
-// than 2^-21 of the largest of them is lost, and the largest is no more than 32 times their mean, or
-// else x stays in floats. n = 2^14 a + 2^7 b + c, a with a sign. A code u counts
-// from an integer z of its group, next to where its number is 0, or the offset would cancel digits:
+// than 2^-21 of the largest of them is lost, and that is at most 32 times their mean, or else x
+// stays in floats. n = 2^14 a + 2^7 b + c, a with a sign. A code u counts from an integer z of
+// its group, next to where its number is 0, or the offset would cancel digits:
 //     sum (u - z) n = ((sum u a) 2^7 + sum u b) 2^7 + sum u c - z sum n,
-// modulo 2^32, of which only the last has to fit: 8 * 255 * 127 * 2^14 does for |u - z| < 129.
+// modulo 2^32, of which only the last has to fit: 8 * 127 * 127 * 2^14 < 2^31, as |u - z| <= 127.
 #pragma once
 #include "quantized.h"
 
@@ -54,8 +54,9 @@ INLINE vf part_of_x(const float *x, size_t k, size_t K) {
   return k + LANES <= K ? load_f32(x + k) : k < K ? load_part(x + k, K - k) : zero();
 }
 
-// The digits of inputs k to k + CODES, zeros beyond K, and their scale. 0 if too much would be lost.
-INLINE int integers_of_chunk(const float *x, size_t k, size_t K, digits_of_chunk *to, float *scale) {
+// The digits of inputs k to k + CODES, zeros beyond K, and their scale; 0 if much would be lost.
+INLINE int integers_of_chunk(const float *x, size_t k, size_t K, digits_of_chunk *to,
+                             float *scale) {
   vf part[8], most = zero(), total = zero();
   vi n[2][4];
   for (int i = 0; i < 8; i++) {
