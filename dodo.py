@@ -19,7 +19,7 @@ from typing import Any
 from doit import get_var
 from doit.reporter import ConsoleReporter
 
-from artifacts import gc, plan
+from artifacts import gc, merge, plan, reproduce
 from artifacts.job import Job
 from artifacts.store import Store, default_root
 from recipes import resolve
@@ -28,6 +28,7 @@ from runtime.manifest import load
 
 BUILD = Path("build")
 WORDS = ("model", "target", "shape", "weights", "params", "proof", "max_size", "device")
+WORDS += ("bundle", "key")  # of reproduce and sign
 NO_PROOF = {"name": "no_proof", "long": "no-proof", "type": bool, "default": False}
 NO_PROOF["help"] = "do not compare the module with JAX; the manifest says so"
 
@@ -77,12 +78,29 @@ def make_job(given: dict[str, str | None]) -> Job:
     )
 
 
+def make_jobs(given: dict[str, str | None]) -> list[Job]:
+    """A job for each target: target=A,B is one bundle for both."""
+    words = (given["target"] or resolve.DEFAULT_TARGET).split(",")
+    if len(set(words)) != len(words):
+        raise UserError(f"target={given['target']}: a target is named twice: name each once")
+    return [make_job({**given, "target": word}) for word in words]
+
+
+def place(jobs: list[Job]) -> Path:
+    """The bundle of these jobs."""
+    if len(jobs) == 1:
+        return jobs[0].bundle(BUILD)
+    names = [job.target.name for job in jobs]
+    return merge.place(BUILD, jobs[0].model.name, names, jobs[0].shape.name)
+
+
 quiet_interrupt()
 try:
     resolve.check_words(sys.argv[1:], WORDS)
     GIVEN = {word: get_var(word, None) for word in WORDS}
-    JOB = make_job(GIVEN)
-    BUNDLE = JOB.bundle(BUILD)
+    JOBS = make_jobs(GIVEN)
+    JOB = JOBS[0]
+    BUNDLE = place(JOBS)
 except UserError as error:
     sys.exit(report(error))
 
@@ -91,6 +109,20 @@ except UserError as error:
 def builder() -> plan.Plan:
     """The stages of this run."""
     return plan.Plan(Store(default_root()), JOB, BUILD)
+
+
+@cache
+def builders() -> list[plan.Plan]:
+    """The stages of every target; those of the first are `builder`'s."""
+    return [builder(), *(plan.Plan(Store(default_root()), job, BUILD) for job in JOBS[1:])]
+
+
+def run_stage(name: str) -> None:
+    """Run a stage for every target; then `bundle` makes one of their bundles."""
+    for one in builders():
+        one.run(name)
+    if name == "bundle" and len(JOBS) > 1:
+        merge.merge([job.bundle(BUILD) for job in JOBS], BUILD)
 
 
 def action(function: Callable[[], object]) -> Callable[[], bool]:
@@ -114,7 +146,8 @@ def command(*argv: str | Path) -> bool:
 def ready(name: str) -> bool:
     """Whether the stage is done; what keeps it from being looked up is told when it runs."""
     try:
-        return builder().ready(name)
+        merged = name == "bundle" and len(JOBS) > 1  # cheap, and looks at every byte
+        return not merged and all(one.ready(name) for one in builders())
     except UserError:
         return False
 
@@ -130,7 +163,7 @@ def task_stages():
     ):
         yield {
             "basename": name,
-            "actions": [action(partial(lambda stage: builder().run(stage), name))],
+            "actions": [action(partial(run_stage, name))],
             "uptodate": [partial(ready, name)],
             "task_dep": before,
             "params": [NO_PROOF],
@@ -143,10 +176,12 @@ def task_build():
 
     def show() -> None:
         print(f"bundle: {BUNDLE}")
-        proof = load(BUNDLE).proof
-        why = f" ({proof.reason})" if proof.reason else ""
-        check = ", check it there: scanwright verify" if proof.status == "not-run" else ""
-        print(f"proof: {proof.status}{why}{check}", file=sys.stderr)
+        found = load(BUNDLE)
+        for target, proof in ((found.target, found.proof), *((a.target, a.proof) for a in found.alternatives)):
+            name = f"{target.name}: " if found.alternatives else ""
+            why = f" ({proof.reason})" if proof.reason else ""
+            check = ", check it there: scanwright verify" if proof.status == "not-run" else ""
+            print(f"proof: {name}{proof.status}{why}{check}", file=sys.stderr)
 
     return {"actions": [action(show)], "task_dep": ["bundle"], "params": [NO_PROOF]}
 
@@ -179,6 +214,45 @@ def task_demo():
 def task_explain():
     """say of every stage whether it is cached and which input made it run"""
     return {"actions": [action(lambda: print("\n".join(builder().explain())))]}
+
+
+def task_reproduce():
+    """make a bundle again from its manifest alone, and compare every file: bundle=DIR [model=]"""
+
+    def find(name: str) -> Any:
+        return JOB.model if GIVEN["model"] else resolve.resolve_model(name)
+
+    def run() -> bool:
+        rows = []
+        for row in reproduce.reproduce(named_bundle("reproduce"), find):
+            print(row, flush=True)
+            rows.append(row)
+        different = sum(not row.same for row in rows)
+        print(f"reproduce: {different} of {len(rows)} files differ" if different else "reproduced")
+        return not different
+
+    return {"actions": [action(run)]}
+
+
+def task_sign():
+    """sign a bundle with an EC key, for scanwright verify --trust: bundle=DIR key=PEM"""
+
+    def run() -> None:
+        from runtime import trust
+
+        bundle = named_bundle("sign")
+        if not GIVEN["key"]:
+            raise UserError("key: missing, expected doit sign bundle=DIR key=PEM")
+        print(f"signed: {trust.sign(bundle, Path(GIVEN['key']))}")
+
+    return {"actions": [action(run)]}
+
+
+def named_bundle(task: str) -> Path:
+    """The directory after bundle=. UserError without the word."""
+    if not GIVEN["bundle"]:
+        raise UserError(f"bundle: missing, expected doit {task} bundle=DIR")
+    return Path(GIVEN["bundle"])
 
 
 def task_matrix():

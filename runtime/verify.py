@@ -44,10 +44,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--perplexity", action="store_true", help="measure that of float weights, too"
     )
+    parser.add_argument(
+        "--trust", metavar="KEY", type=Path, help="refuse what the owner of this key has not signed"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """`scanwright verify`: exit code 0 if everything agrees, 1 if not. Raises UserError."""
+    if args.trust is not None:
+        from runtime import trust
+
+        trust.check(args.bundle, args.trust)
+        print(f"{args.bundle}: signed by the owner of {args.trust}")
     return verify(args.bundle, args.device, args.perplexity)
 
 

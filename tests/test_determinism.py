@@ -56,7 +56,7 @@ def test_emitted_text_module_and_bundle_are_the_same_bytes(target: str, tmp_path
     different = {name: path.read_bytes()[:60] for name, path in theirs.items() if name not in ours}
     assert not different
     assert contents(here) == contents(there)
-    assert {"manifest.json", "model.vmfb", "params.irpa", "reference.json"} == set(contents(here))
+    assert {"manifest.json", "model.vmfb", "params.irpa", "reference.json", "sbom.cdx.json"} == set(contents(here))
     for path in theirs.values():
         data = path.read_bytes()
         for word in (tmp_path, bundles.ROOT, bundles.home()):
