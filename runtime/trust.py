@@ -11,7 +11,6 @@ import base64
 import contextlib
 import importlib
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,7 +43,7 @@ def sign(bundle: Path, key: Path) -> Path:
     with _refused(str(bundle), "expected a bundle of plain files that can be read"):
         try:
             config.set_hashing_config(_hashing()).sign(bundle, new)
-            os.replace(new, path)
+            new.replace(path)
         finally:
             new.unlink(missing_ok=True)
     return path
