@@ -86,8 +86,7 @@ def _package(name: str) -> Any:
         return importlib.import_module(f"model_signing.{name}")
     except ImportError as error:
         raise UserError(
-            "signatures need the package model-signing, which is not installed: pip install"
-            " 'scanwright[sign]'"
+            f"signatures need the package model-signing ({error}): pip install 'scanwright[sign]'"
         ) from error
 
 
@@ -99,5 +98,10 @@ def _refused(what: str, expected: str) -> Iterator[None]:
     except UserError:
         raise
     except Exception as error:
-        said = " ".join(str(error).split())[:300] or type(error).__name__
-        raise UserError(f"{what}: {said}; {expected}") from error
+        raise UserError(f"{what}: {_said(error)}; {expected}") from error
+
+
+def _said(error: Exception) -> str:
+    """The package's words in one printable line, without the raw digests that it adds."""
+    said = " ".join(str(error).replace("\\'", "'").split()).partition(": Expected '")[0]
+    return "".join(c if c.isprintable() else "?" for c in said)[:300] or type(error).__name__
