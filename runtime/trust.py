@@ -104,4 +104,5 @@ def _refused(what: str, expected: str) -> Iterator[None]:
 def _said(error: Exception) -> str:
     """The package's words in one printable line, without the raw digests that it adds."""
     said = " ".join(str(error).replace("\\'", "'").split()).partition(": Expected '")[0]
-    return "".join(c if c.isprintable() else "?" for c in said)[:300] or type(error).__name__
+    shown = "".join(c if c.isprintable() else "?" for c in said if c not in '[]"')
+    return shown[:300] or type(error).__name__

@@ -26,7 +26,9 @@ from runtime import cli
 from runtime.manifest import (
     FileRef,
     Manifest,
+    Proof,
     StateSpec,
+    TargetInfo,
     TensorSpec,
     expected_functions,
 )
@@ -215,6 +217,8 @@ def named(kind: Any, name: str) -> Iterator[str]:
         yield from named(inside[0], f"{name}[]")
     elif kind in (FileRef, TensorSpec):
         yield name
+    elif kind in (TargetInfo, Proof) and name.startswith("alternatives[]"):
+        yield name  # as told of the first target
     elif dataclasses.is_dataclass(kind) and isinstance(kind, type):
         yield from leaves(kind, f"{name}.")
     else:

@@ -137,6 +137,7 @@ def test_an_altered_or_unsigned_bundle_is_refused(
     code, out, err = verify(signed, keys[1], capsys)
     assert (code, out) == (1, "")  # nothing is opened or run
     assert err.count("\n") == 1 and err.startswith(f"error: {signed}") and word in err
+    assert "[" not in err
 
 
 def test_only_the_owner_of_the_key_is_trusted(
