@@ -83,7 +83,9 @@ def make_jobs(given: dict[str, str | None]) -> list[Job]:
     words = (given["target"] or resolve.DEFAULT_TARGET).split(",")
     if len(set(words)) != len(words):
         raise UserError(f"target={given['target']}: a target is named twice: name each once")
-    return [make_job({**given, "target": word}) for word in words]
+    jobs = [make_job({**given, "target": word}) for word in words]
+    merge.check_jobs(jobs)
+    return jobs
 
 
 def place(jobs: list[Job]) -> Path:

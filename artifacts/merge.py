@@ -17,18 +17,36 @@ from typing import Any
 from artifacts import sbom
 from artifacts.bundle import replace_whole
 from artifacts.disk import explained, hash_file, write_new
+from artifacts.job import Job
 from artifacts.locks import locked
+from artifacts.stages import FLOATS
 from runtime import manifest as manifest_file
 from runtime.errors import UserError
 from runtime.manifest import Alternative, BuildInfo, FileRef, Manifest
 
 _SHARED = ("model", "shape", "functions", "state", "params", "numerics", "prefix_sharing")
+_ADVICE = (
+    "expected one params file for both; name a type that both have with weights=, such as"
+    " weights=f32, or build two bundles"
+)
 _SHARED_FILES = ("params", "reference", "tokenizer")
 
 
 def place(build: Path, model: str, targets: Sequence[str], shape: str) -> Path:
     """Where the bundle for these targets goes: build/MODEL/TARGET+TARGET/SHAPE."""
     return build / model / "+".join(sorted(targets)) / shape
+
+
+def check_jobs(jobs: Sequence[Job]) -> None:
+    """Raise UserError if it is plain before any work that the targets cannot share parameters."""
+    first, kind = jobs[0], jobs[0].weights(None)
+    for other in jobs[1:]:
+        about = f"targets {first.target.name} and {other.target.name}: weights stored as"
+        if (found := other.weights(None)) != kind:
+            raise UserError(f"{about} {kind} and as {found}, {_ADVICE}")
+        floats = [[w for w in FLOATS if w in job.target.weights] for job in (first, other)]
+        if kind not in ("auto", *FLOATS) and floats[0] != floats[1]:
+            raise UserError(f"{about} {kind} with scales of different types, {_ADVICE}")
 
 
 def merge(bundles: Sequence[Path], build: Path) -> Path:
@@ -56,8 +74,7 @@ def check_agree(one: Manifest, two: Manifest) -> None:
     stored = [m.numerics.quantization or m.numerics.weights for m in (one, two)]
     if stored[0] != stored[1] or [p.dtype for p in one.params] != [p.dtype for p in two.params]:
         raise UserError(
-            f"targets {about}: weights stored as {stored[0]} and as {stored[1]}, expected one"
-            " params file for both; name a type that both have with weights=, such as weights=f32"
+            f"targets {about}: weights stored as {stored[0]} and as {stored[1]}, {_ADVICE}"
         )
     for key in _SHARED:
         if getattr(one, key) != getattr(two, key):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime import manifest as mf
 from runtime import reference as rf
+from runtime import targets
 from runtime.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `scanwright verify`."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="bundle directory")
     parser.add_argument("--device", metavar="URI", help="IREE device (default: the target's)")
+    targets.add_argument(parser)
     parser.add_argument(
         "--perplexity", action="store_true", help="measure that of float weights, too"
     )
@@ -56,21 +58,25 @@ def run(args: argparse.Namespace) -> int:
 
         trust.check(args.bundle, args.trust)
         print(f"{args.bundle}: signed by the owner of {args.trust}")
-    return verify(args.bundle, args.device, args.perplexity)
+    return verify(args.bundle, args.device, args.perplexity, args.target)
 
 
-def verify(bundle: Path, device: str | None = None, perplexity: bool = False) -> int:
+def verify(
+    bundle: Path, device: str | None = None, perplexity: bool = False, target: str | None = None
+) -> int:
     """Print one row a check to stdout and return 0, or 1 if any failed.
 
     Nothing is run unless every file is what the manifest says. Raises UserError for a bundle that
-    cannot be read, or opened on this device.
+    cannot be read, or opened on this device. Of several targets, the one that is best here is run.
     """
     manifest = mf.load(bundle)
-    print(f"{bundle}: {manifest.model.name} for {manifest.target.name}, {manifest.shape.name}")
+    names = ", ".join(target.name for target in manifest.targets)
+    print(f"{bundle}: {manifest.model.name} for {names}, {manifest.shape.name}")
     good = _print_rows(check_files(bundle, manifest))
     if not good:
         print(f"verify: FAILED: the bundle is damaged; rebuild it: {manifest.rebuild}")
         return 1
+    manifest = targets.pick(manifest, target, device)
     good = _print_rows(check_device(bundle, manifest, device, perplexity))
     print(
         "verify: passed" if good else "verify: FAILED: this device does not agree with the oracle"

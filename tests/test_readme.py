@@ -104,9 +104,10 @@ def doit_problem(words: list[str], tasks: set[str]) -> str | None:
     if wrong := set(given) - set(re.findall(r'"(\w+)"', accepted[1])):
         return f"no words {wrong}"
     model = resolve.resolve_model(given.get("model"))
-    target = resolve.resolve_target(given.get("target"))
     resolve.resolve_shape(given.get("shape"), model)
-    resolve.resolve_weights(given.get("weights"), model, target)
+    for word in given.get("target", resolve.DEFAULT_TARGET).split(","):
+        target = resolve.resolve_target(word)
+        resolve.resolve_weights(given.get("weights"), model, target)
     return None if given.get("params", "none") == "none" else "params"
 
 

@@ -69,7 +69,8 @@ def signed(bundle: Path, keys: tuple[Path, Path]) -> Path:
 def verify(bundle: Path, key: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, str, str]:
     """(exit code, stdout, stderr) of scanwright verify --trust."""
     code = cli.main(["verify", str(bundle), "--trust", str(key)])
-    return (code, *capsys.readouterr())
+    out, err = capsys.readouterr()
+    return code, out, err
 
 
 def test_a_bundle_is_signed_and_verified_by_the_commands(
