@@ -218,7 +218,14 @@ def task_demo():
 
 def task_explain():
     """say of every stage whether it is cached and which input made it run"""
-    return {"actions": [action(lambda: print("\n".join(builder().explain())))]}
+
+    def show() -> None:
+        for job, one in zip(JOBS, builders(), strict=True):
+            if len(JOBS) > 1:
+                print(f"target {job.target.name}")
+            print("\n".join(one.explain()))
+
+    return {"actions": [action(show)]}
 
 
 def task_reproduce():

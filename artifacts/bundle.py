@@ -68,7 +68,9 @@ def _files(stages: Stages, compiled: Compiled) -> dict[str, Blob]:
         files[name] = stages.store.put_file(path)
     job = stages.job
     made = sbom.document(_model(stages), _build(stages), job.target.name, job.shape.name)
-    files[sbom.FILE_NAME] = stages.store.put_bytes(made)
+    ref = sbom.reference(made)
+    blob = Blob(ref.sha256, ref.size)
+    files[sbom.FILE_NAME] = blob if stages.store.verify(blob) else stages.store.put_bytes(made)
     return files
 
 

@@ -12,6 +12,9 @@ import pytest
 from test_determinism import ELSEWHERE, NAME, SHAPE
 
 from artifacts import reproduce
+from artifacts.disk import remove_tree
+from artifacts.fetch import fetch
+from artifacts.store import Store
 from runtime import manifest as manifests
 
 pytestmark = pytest.mark.iree
@@ -145,6 +148,38 @@ def test_a_download_is_pinned_by_the_manifest_alone(bundle: Path, tmp_path: Path
     assert lock["files"] == {
         ref.path: {"sha256": ref.sha256, "size": ref.size} for ref in manifest.build.files
     }
+
+
+def test_what_was_downloaded_once_is_used_and_kept(
+    bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SCANWRIGHT_CACHE", str(tmp_path / "cache"))
+    manifest, commit = manifests.load(bundle), "c" * 40
+    downloaded = tmp_path / "cache" / "hub" / "org--tiny" / commit
+    downloaded.mkdir(parents=True)
+    assert manifest.build is not None
+    for ref in manifest.build.files:
+        shutil.copyfile(bundles.checkpoint(NAME) / ref.path, downloaded / ref.path)
+    info = dataclasses.replace(manifest.model, source="hf:org/tiny", revision=commit)
+    named = dataclasses.replace(manifest, model=info)
+    scratch = tmp_path / "scratch"
+    store = Store(scratch / "cache")
+    reproduce._share_downloads(store)
+    model = reproduce._model(named, lambda name: pytest.fail(name), scratch)
+    hub = store.root / "hub"
+    found = fetch(model.location, model.revision, hub, model.lock, offline=True)
+    assert found.revision == commit
+    assert found.files == {ref.path: (ref.sha256, ref.size) for ref in manifest.build.files}
+    assert remove_tree(scratch) and len(list(downloaded.iterdir())) == len(found.files)
+
+
+@pytest.mark.slow
+def test_a_bundle_for_two_targets_is_reproduced(tmp_path: Path) -> None:
+    merged = bundles.build(NAME, "cpu-x86-64-v4,cpu-x86-64-v3", SHAPE)
+    code, rows, said = again(merged, tmp_path)
+    assert code == 0, said
+    assert {words[0] for words in rows.values()} == {"same"}
+    assert {"model.cpu-x86-64-v3.vmfb", "model.cpu-x86-64-v4.vmfb", "manifest.json"} <= set(rows)
 
 
 def test_a_cpu_is_the_one_in_the_manifest_and_not_this_machines(bundle: Path) -> None:
