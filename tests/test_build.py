@@ -50,7 +50,13 @@ def assert_from_cache(done: Done) -> None:
     assert "artifacts.store" in modules  # the audit sees what there is
     assert {m.partition(".")[0] for m in modules} & set(building.HEAVY) == set()
     ours = {m for m in modules if m.partition(".")[0] in ("runtime", "emit")}
-    read = ("errors", "manifest", "strict", "vmfb")  # what reads and writes a bundle's files
+    read = (
+        "errors",
+        "manifest",
+        "origin",
+        "strict",
+        "vmfb",
+    )  # what reads and writes a bundle's files
     assert ours <= {"runtime", *(f"runtime.{name}" for name in read)}
 
 
