@@ -19,7 +19,7 @@ from typing import Any
 from doit import get_var
 from doit.reporter import ConsoleReporter
 
-from artifacts import gc, plan
+from artifacts import gc, merge, plan
 from artifacts.job import Job
 from artifacts.looking import Looking
 from artifacts.remote import from_environment
@@ -30,7 +30,7 @@ from runtime.manifest import load
 
 BUILD = Path("build")
 WORDS = ("model", "target", "shape", "weights", "params", "proof", "max_size", "device",
-         "bundle", "to", "plain_http", "scheduler", "workers")  # fmt: skip
+         "bundle", "key", "to", "plain_http", "scheduler", "workers")  # fmt: skip
 MANY = ("matrix", "farm")  # the tasks whose words may select several triples
 NO_PROOF = {"name": "no_proof", "long": "no-proof", "type": bool, "default": False}
 NO_PROOF["help"] = "do not compare the module with JAX; the manifest says so"
@@ -63,13 +63,32 @@ def make_job(given: dict[str, str | None]) -> Job:
     return Job(**select.parts(given, proof="--no-proof" not in sys.argv))
 
 
+def make_jobs(given: dict[str, str | None]) -> list[Job]:
+    """A job for each target: target=A,B is one bundle for both."""
+    words = (given["target"] or resolve.DEFAULT_TARGET).split(",")
+    if len(set(words)) != len(words):
+        raise UserError(f"target={given['target']}: a target is named twice: name each once")
+    jobs = [make_job({**given, "target": word}) for word in words]
+    merge.check_jobs(jobs)
+    return jobs
+
+
+def place(jobs: list[Job]) -> Path:
+    """The bundle of these jobs."""
+    if len(jobs) == 1:
+        return jobs[0].bundle(BUILD)
+    names = [job.target.name for job in jobs]
+    return merge.place(BUILD, jobs[0].model.name, names, jobs[0].shape.name)
+
+
 quiet_interrupt()
 try:
     resolve.check_words(sys.argv[1:], WORDS)
     GIVEN = {word: get_var(word, None) for word in WORDS}
     SEVERAL = select.several(GIVEN) and any(task in sys.argv for task in MANY)
-    JOB = make_job(GIVEN | select.triples(GIVEN)[0] if SEVERAL else GIVEN)
-    BUNDLE = JOB.bundle(BUILD)
+    JOBS = make_jobs(GIVEN | select.triples(GIVEN)[0] if SEVERAL else GIVEN)
+    JOB = JOBS[0]
+    BUNDLE = place(JOBS)
 except UserError as error:
     sys.exit(report(error))
 
@@ -80,6 +99,21 @@ def builder() -> plan.Plan:
     if SEVERAL:
         raise UserError(f"the words select several builds; only {' and '.join(MANY)} take them")
     return plan.Plan(Store(default_root(), remote=from_environment()), JOB, BUILD)
+
+
+@cache
+def builders() -> list[plan.Plan]:
+    """The stages of every target; those of the first are `builder`'s."""
+    store = Store(default_root(), remote=from_environment())
+    return [builder(), *(plan.Plan(store, job, BUILD) for job in JOBS[1:])]
+
+
+def run_stage(name: str) -> None:
+    """Run a stage for every target; then `bundle` makes one of their bundles."""
+    for one in builders():
+        one.run(name)
+    if name == "bundle" and len(JOBS) > 1:
+        merge.merge([job.bundle(BUILD) for job in JOBS], BUILD)
 
 
 def action(function: Callable[[], object]) -> Callable[[], bool]:
@@ -103,7 +137,8 @@ def command(*argv: str | Path) -> bool:
 def ready(name: str) -> bool:
     """Whether the stage is done; what keeps it from being looked up is told when it runs."""
     try:
-        return builder().ready(name)
+        merged = name == "bundle" and len(JOBS) > 1  # cheap, and looks at every byte
+        return not merged and all(one.ready(name) for one in builders())
     except UserError:
         return False
 
@@ -119,7 +154,7 @@ def task_stages():
     ):
         yield {
             "basename": name,
-            "actions": [action(partial(lambda stage: builder().run(stage), name))],
+            "actions": [action(partial(run_stage, name))],
             "uptodate": [partial(ready, name)],
             "task_dep": before,
             "params": [NO_PROOF],
@@ -132,11 +167,16 @@ def task_build():
 
     def show() -> None:
         print(f"bundle: {BUNDLE}")
-        proof = load(BUNDLE).proof
-        why = f" ({proof.reason})" if proof.reason else ""
-        check = ", check it there: scanwright verify" if proof.status == "not-run" else ""
-        print(f"proof: {proof.status}{why}{check}", file=sys.stderr)
-        if not builder().made:
+        found = load(BUNDLE)
+        for target, proof in (
+            (found.target, found.proof),
+            *((a.target, a.proof) for a in found.alternatives),
+        ):
+            name = f"{target.name}: " if found.alternatives else ""
+            why = f" ({proof.reason})" if proof.reason else ""
+            check = ", check it there: scanwright verify" if proof.status == "not-run" else ""
+            print(f"proof: {name}{proof.status}{why}{check}", file=sys.stderr)
+        if not any(one.made for one in builders()):
             print("cached: no input changed, no stage had to run", file=sys.stderr)
 
     return {"actions": [action(show)], "task_dep": ["bundle"], "params": [NO_PROOF]}
@@ -174,7 +214,55 @@ def task_demo():
 
 def task_explain():
     """say of every stage whether it is cached and which input made it run"""
-    return {"actions": [action(lambda: print("\n".join(builder().explain())))]}
+
+    def show() -> None:
+        for job, one in zip(JOBS, builders(), strict=True):
+            if len(JOBS) > 1:
+                print(f"target {job.target.name}")
+            print("\n".join(one.explain()))
+
+    return {"actions": [action(show)]}
+
+
+def task_reproduce():
+    """make a bundle again from its manifest alone, and compare every file: bundle=DIR [model=]"""
+
+    def find(name: str) -> Any:
+        return JOB.model if GIVEN["model"] else resolve.resolve_model(name)
+
+    def run() -> bool:
+        from artifacts import reproduce
+
+        rows = []
+        for row in reproduce.reproduce(named_bundle("reproduce"), find):
+            print(row, flush=True)
+            rows.append(row)
+        different = sum(not row.same for row in rows)
+        print(f"reproduce: {different} of {len(rows)} files differ" if different else "reproduced")
+        return not different
+
+    return {"actions": [action(run)]}
+
+
+def task_sign():
+    """sign a bundle with an EC key, for scanwright verify --trust: bundle=DIR key=PEM"""
+
+    def run() -> None:
+        from runtime import trust
+
+        bundle = named_bundle("sign")
+        if not GIVEN["key"]:
+            raise UserError("key: missing, expected doit sign bundle=DIR key=PEM")
+        print(f"signed: {trust.sign(bundle, Path(GIVEN['key']))}")
+
+    return {"actions": [action(run)]}
+
+
+def named_bundle(task: str) -> Path:
+    """The directory after bundle=. UserError without the word."""
+    if not GIVEN["bundle"]:
+        raise UserError(f"bundle: missing, expected doit {task} bundle=DIR")
+    return Path(GIVEN["bundle"])
 
 
 def task_plan():

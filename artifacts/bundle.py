@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import sys
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from artifacts import buildlog
+from artifacts import buildlog, sbom
 from artifacts.disk import explained, hash_file, sync, write_new
 from artifacts.fetch import TOKENIZER_FILES
 from artifacts.locks import locked
 from artifacts.proof import Compiled, compile_and_prove, tolerance
 from artifacts.records import Blob
 from artifacts.stages import Miss, Stages
+from artifacts.tools import versions
 from runtime import manifest as manifest_file
 from runtime.errors import UserError
-from runtime.manifest import Manifest
+from runtime.manifest import BuildInfo, FileRef, Manifest
+
+PACKAGES = (
+    "iree-base-compiler", "iree-base-runtime", "jax", "jaxlib", "ml-dtypes", "numpy", "scanwright",
+)  # fmt: skip
 
 
 def build(stages: Stages, root: Path) -> Path:
@@ -40,7 +47,7 @@ def build(stages: Stages, root: Path) -> Path:
                     print(f"{wrong}, writing the bundle again", file=sys.stderr, flush=True)
                 elif told := _other(stages, directory):
                     print(told, file=sys.stderr, flush=True)
-                _replace(stages, compiled, directory)
+                replace_whole(directory, partial(_write, stages, compiled))
             stages.log.append_to(directory)
     return directory
 
@@ -59,11 +66,69 @@ def _files(stages: Stages, compiled: Compiled) -> dict[str, Blob]:
         files["reference.json"] = stages.expect.outputs["reference.json"]
     for name, (path, _) in stages.tokenizer.items():
         files[name] = stages.store.put_file(path)
+    job = stages.job
+    made = sbom.document(_model(stages), _build(stages), job.target.name, job.shape.name)
+    ref = sbom.reference(made)
+    blob = Blob(ref.sha256, ref.size)
+    files[sbom.FILE_NAME] = blob if stages.store.verify(blob) else stages.store.put_bytes(made)
     return files
 
 
+def _build(stages: Stages) -> BuildInfo:
+    """What the bundle is made from and by."""
+    checkpoint = stages.checkpoint
+    used = checkpoint.files if checkpoint else {}
+    more = ["ziglang"] if stages.job.kernels else []
+    more += ["gguf", "tokenizers"] if checkpoint and checkpoint.gguf else []
+    return BuildInfo(
+        weights=stages.weights,
+        own_weights=stages.job.weights(None) == "auto",
+        files=tuple(FileRef(name, *digest) for name, digest in sorted(used.items())),
+        packages=tuple(sbom.packages(versions([*PACKAGES, *more]))),
+    )
+
+
+def _model(stages: Stages) -> dict[str, Any]:
+    """The manifest's `model`."""
+    model, interface = stages.job.model, stages.interface
+    return {
+        "name": model.name,
+        "family": interface["family"],
+        "source": model.source,
+        "revision": stages.checkpoint.revision if stages.checkpoint else model.revision,
+        "license": model.license,
+        "config_sha256": stages.config_sha256,
+        "vocab_size": interface["vocab_size"],
+        "eos_token_ids": interface["eos_token_ids"],
+        "bos_token_id": interface["bos_token_id"],
+    }
+
+
+def _target(stages: Stages, compiled: Compiled) -> dict[str, Any]:
+    """The manifest's `target`."""
+    target = stages.job.target
+    return {
+        "name": target.name,
+        "device": target.device,
+        "uri": target.uri,
+        "cpu": compiled.cpu.name if compiled.cpu else None,
+        "features": list(compiled.cpu.required) if compiled.cpu else [],
+        "compiler": compiled.compiler,
+        "bytecode_version": compiled.bytecode,
+        "flags": list(compiled.flags),
+        "kernels": compiled.kernels,
+        "recipe": {
+            "flags": list(target.flags),
+            "safe_flags": [list(flags) for flags in target.safe_flags],
+            "weights": list(target.weights),
+            "runs_here": target.runs_here,
+            "kernels": target.kernels,
+        },
+    }
+
+
 def _manifest(stages: Stages, compiled: Compiled, files: dict[str, Blob]) -> Manifest:
-    job, target, interface = stages.job, stages.job.target, stages.interface
+    job, interface = stages.job, stages.interface
 
     def ref(name: str) -> dict[str, Any] | None:
         blob = files.get(name)
@@ -71,27 +136,8 @@ def _manifest(stages: Stages, compiled: Compiled, files: dict[str, Blob]) -> Man
 
     content = {
         "schema": manifest_file.SCHEMA,
-        "model": {
-            "name": job.model.name,
-            "family": interface["family"],
-            "source": job.model.source,
-            "revision": stages.checkpoint.revision if stages.checkpoint else job.model.revision,
-            "config_sha256": stages.config_sha256,
-            "vocab_size": interface["vocab_size"],
-            "eos_token_ids": interface["eos_token_ids"],
-            "bos_token_id": interface["bos_token_id"],
-        },
-        "target": {
-            "name": target.name,
-            "device": target.device,
-            "uri": target.uri,
-            "cpu": compiled.cpu.name if compiled.cpu else None,
-            "features": list(compiled.cpu.required) if compiled.cpu else [],
-            "compiler": compiled.compiler,
-            "bytecode_version": compiled.bytecode,
-            "flags": list(compiled.flags),
-            "kernels": compiled.kernels,
-        },
+        "model": _model(stages),
+        "target": _target(stages, compiled),
         "shape": {
             "name": job.shape.name,
             "slots": job.shape.slots,
@@ -103,6 +149,8 @@ def _manifest(stages: Stages, compiled: Compiled, files: dict[str, Blob]) -> Man
             "params": ref("params.irpa"),
             "reference": ref("reference.json"),
             "tokenizer": [ref(name) for name in TOKENIZER_FILES if name in files],
+            "sbom": ref(sbom.FILE_NAME),
+            "alternatives": [],
         },
         "functions": interface["functions"],
         "state": interface["state"],
@@ -115,6 +163,8 @@ def _manifest(stages: Stages, compiled: Compiled, files: dict[str, Blob]) -> Man
             "flags": compiled.label,
             "tolerance": tolerance(stages),
         },
+        "build": dataclasses.asdict(_build(stages)),
+        "alternatives": [],
     }
     return manifest_file.loads(json.dumps(content))
 
@@ -186,8 +236,9 @@ def _same(stages: Stages, blob: Blob, path: Path) -> bool:
     return path.stat().st_size == blob.size and hash_file(path)[0] == blob.sha256
 
 
-def _replace(stages: Stages, compiled: Compiled, directory: Path) -> None:
-    """Put a new bundle in the place of `directory`; a process that has the old one open keeps it.
+def replace_whole(directory: Path, write: Callable[[Path], None]) -> None:
+    """Put the bundle that `write` makes in a new directory in the place of `directory`; a process
+    that has the old one open keeps it.
 
     At no time is there a bundle that opens and is wrong: the new one is complete before it gets its
     name, and between the two renames there is none. Leftovers of killed builds are swept.
@@ -199,7 +250,7 @@ def _replace(stages: Stages, compiled: Compiled, directory: Path) -> None:
     new = directory.with_name(f".{directory.name}-new")
     old = directory.with_name(f".{directory.name}-old")
     try:
-        _write(stages, compiled, new)
+        write(new)
     except BaseException:
         if new.exists():
             _discard(new)

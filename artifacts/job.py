@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from artifacts.cpu import Cpu
+
 
 class Model(Protocol):
     """Of `recipes.schema.ModelRecipe`: `source` is what the manifest says, `location` what to fetch
@@ -24,6 +26,8 @@ class Model(Protocol):
     def lock(self) -> Path: ...
     @property
     def config(self) -> Mapping[str, Any] | None: ...
+    @property
+    def license(self) -> str | None: ...
 
 
 class Target(Protocol):
@@ -70,7 +74,8 @@ class Job:
 
     `weights` turns the checkpoint's own type word (None if it is not known) into the type to build.
     `params` False makes a weight-free bundle; `proof` False skips the comparison with JAX.
-    With `kernels`, what has a C kernel is compiled to a call of it.
+    With `kernels`, what has a C kernel is compiled to a call of it. `cpu` is what the target's CPU
+    is where that is known already, as of a bundle that is made again.
     """
 
     model: Model
@@ -80,6 +85,7 @@ class Job:
     params: bool
     proof: bool
     kernels: bool
+    cpu: Cpu | None = None
 
     @property
     def about(self) -> dict[str, str]:

@@ -90,10 +90,10 @@ def compile_and_prove(stages: Stages, write_bundle: WriteBundle) -> Compiled:
     The proof runs on a whole bundle made by `write_bundle`, opened as a user does.
     """
     job, target = stages.job, stages.job.target
-    cpu = None
-    if target.cpu is not None:
+    cpu = job.cpu
+    if cpu is None and target.cpu is not None:
         notes = stages.store.root / "cpu.json"
-        cpu = resolve_cpu(target.cpu, target.triple, notes, keep=not stages.store.read_only)
+        cpu = resolve_cpu(target.cpu, target.triple, notes, keep=not stages.dry)
     device, why_not = ("", "--no-proof") if not job.proof else devices.usable(target, cpu)
     failures: list[str] = []
     wrong: set[str] = set()  # functions that were wrong

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime import manifest as mf
+from runtime import targets
 from runtime.errors import UserError
 from runtime.results import save
 
@@ -32,6 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `scanwright bench`."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="bundle directory")
     parser.add_argument("--device", metavar="URI", help="IREE device (default: the target's)")
+    targets.add_argument(parser)
     parser.add_argument(
         "--random-params",
         metavar="SEED",
@@ -51,7 +53,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"rounds: found {args.rounds}, expected 1 or more")
     if args.random_params is not None and args.random_params < 0:
         raise UserError(f"random-params: found seed {args.random_params}, expected 0 or more")
-    found = bench(args.bundle, args.device, args.random_params, args.rounds)
+    found = bench(args.bundle, args.device, args.random_params, args.rounds, target=args.target)
     if args.save is not None:
         save(args.save, "bench", mf.load(args.bundle), found)
     print(json.dumps(found, indent=1) if args.json else render(found))
@@ -64,6 +66,7 @@ def bench(
     random_params: int | None = None,
     rounds: int = ROUNDS,
     round_s: float = ROUND_S,
+    target: str | None = None,
 ) -> dict[str, Any]:
     """Measure a bundle. Times are seconds, sizes bytes, rates tokens of all rows a second.
 
@@ -72,7 +75,8 @@ def bench(
     is included, and one opening is all). `first_token_s` is a prompt of one chunk of the largest
     size to its first token. Raises UserError.
     """
-    opened, session = _openings(bundle, device, random_params, rounds)
+    name = targets.load(bundle, target, device).target.name
+    opened, session = _openings(bundle, name, device, random_params, rounds)
     manifest = session.manifest
     chunk, batch = manifest.shape.chunks[-1], session.slots
     prompt = _prompt(manifest, chunk)
@@ -138,7 +142,7 @@ def peak_rss_bytes() -> int:
 
 
 def _openings(
-    bundle: Path, device: str | None, random_params: int | None, rounds: int
+    bundle: Path, target: str, device: str | None, random_params: int | None, rounds: int
 ) -> tuple[list[float], Session]:
     """(seconds of each opening, the last session); one untimed opening goes first."""
     from runtime.hal import open_device
@@ -146,11 +150,11 @@ def _openings(
     from runtime.session import Session
 
     def one() -> Session:
-        manifest = mf.load(bundle)
+        manifest = targets.named(bundle, target)
         return Session(open_bundle(bundle, manifest, device, random_params), manifest)
 
     if random_params is not None:
-        open_device(device or mf.load(bundle).target.uri)
+        open_device(device or targets.named(bundle, target).target.uri)
         count = 1
     else:
         one()

@@ -128,6 +128,8 @@ def _dispatch(argv: list[str]) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `scanwright generate`."""
+    from runtime import targets
+
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="bundle directory")
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", metavar="TEXT", help="text to continue")
@@ -139,6 +141,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-tokens", metavar="N", type=int, required=True, help="generate at most N tokens"
     )
     parser.add_argument("--device", metavar="URI", help="IREE device (default: the target's)")
+    targets.add_argument(parser)
     group = parser.add_argument_group("sampling (greedy unless the temperature is above 0)")
     group.add_argument(
         "--seed", metavar="S", type=int, help="same seed, same tokens (default: fresh)"
@@ -170,8 +173,8 @@ def run(args: argparse.Namespace) -> int:
     """
     import time
 
-    from runtime import manifest as manifests
     from runtime import saved as conversations
+    from runtime import targets
     from runtime import tokenizer as tokenizers
     from runtime.request import Request
     from runtime.text import TextStream
@@ -185,7 +188,7 @@ def run(args: argparse.Namespace) -> int:
     if args.save_session is not None:
         _check_writable(args.save_session)
     _check_directory(args.bundle)
-    manifest = manifests.load(args.bundle)
+    manifest = targets.load(args.bundle, args.target, args.device)
     tokenizer = tokenizers.load(args.bundle, manifest.files.tokenizer)
     sampling = _sampling(args, tokenizer)
     saved = None if args.session is None else conversations.load(args.session, manifest)

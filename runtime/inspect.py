@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from runtime import manifest as mf
+from runtime import targets
+from runtime.errors import UserError
 
 _Specs = list[dict[str, Any]]
 
@@ -18,19 +20,32 @@ _Specs = list[dict[str, Any]]
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `scanwright inspect`."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="bundle directory")
+    targets.add_argument(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> int:
     """`scanwright inspect`. Raises UserError for a bundle that cannot be read."""
-    found = summary(args.bundle)
+    found = summary(args.bundle, args.target)
     print(json.dumps(found, indent=1) if args.json else render(found))
     return 0
 
 
-def summary(bundle: Path) -> dict[str, Any]:
-    """Facts about a bundle as JSON: sizes in bytes, tokens and slots as counts."""
-    manifest = mf.load(bundle)
+def summary(bundle: Path, target: str | None = None) -> dict[str, Any]:
+    """Facts about a bundle as JSON: sizes in bytes, tokens and slots as counts.
+
+    Of several targets, `target` and `proof` are those of the one that is asked for or best here
+    (`why`), or of the first where none runs.
+    """
+    whole = mf.load(bundle)
+    manifest, why = whole, None
+    if whole.alternatives or target is not None:
+        try:
+            manifest, why = targets.choose(whole, targets.here(whole.targets), target)
+        except UserError:
+            if target is not None:
+                raise
+            manifest, why = targets.view(whole, 0), "none runs here"
     plain = dataclasses.asdict
     elements = [spec.nbytes // mf.DTYPE_BYTES[spec.dtype] for spec in manifest.params]
     return {
@@ -38,8 +53,10 @@ def summary(bundle: Path) -> dict[str, Any]:
         "model": plain(manifest.model) | {"parameters": sum(elements)},
         "numerics": plain(manifest.numerics),
         "target": plain(manifest.target),
+        "targets": [each.name for each in whole.targets],
+        "why": why,
         "shape": plain(manifest.shape),
-        "files": [plain(ref) for ref in manifest.files.all()],
+        "files": [plain(ref) for ref in whole.files.all()],
         "weight_bytes": sum(spec.nbytes for spec in manifest.params),
         "state": [plain(spec) | {"bytes_per_slot": spec.nbytes} for spec in manifest.state],
         "state_bytes_per_slot": manifest.state_bytes_per_slot,
@@ -77,6 +94,9 @@ def _lines(found: dict[str, Any]) -> Iterable[tuple[str, str]]:
     yield "vocabulary", f"{model['vocab_size']:,} ids, end {list(model['eos_token_ids'])}"
     cpu = f", CPU {target['cpu']}" if target["cpu"] else ""
     yield "target", f"{target['name']}: device {target['uri']}{cpu}"
+    if len(found["targets"]) > 1:
+        others = ", ".join(name for name in found["targets"] if name != target["name"])
+        yield "", f"{found['why']}; there is also {others}"
     if target["features"]:
         for line in textwrap.wrap("needs " + " ".join(target["features"]), 88):
             yield "", line

@@ -1,4 +1,4 @@
-"""The bundle's manifest: what is in it, how to call it, what it needs (schema 3).
+"""The bundle's manifest: what is in it, how to call it, what it needs (schema 4).
 
 This module both reads and writes manifest.json. Canonical form: sorted keys, indent 1, ASCII,
 trailing newline; no times, hosts or absolute paths, so that the same inputs give the same bytes.
@@ -10,14 +10,17 @@ import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
 from runtime import strict
 from runtime.errors import UserError
+from runtime.origin import MANIFEST, BuildInfo, FileRef, Package, RecipeInfo
 
-SCHEMA = 3
-FILE_NAME = "manifest.json"
+__all__ = ["BuildInfo", "FileRef", "Package", "RecipeInfo"]
+
+SCHEMA = 4
+FILE_NAME = MANIFEST
 DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "i32": 4, "i8": 1}
 Dtype = Literal["f32", "bf16", "f16", "i32", "i8"]
 _ADVICE = "rebuild the bundle with doit build model=… target=…"
@@ -90,32 +93,18 @@ class ParamSpec(TensorSpec):
 
 
 @dataclass(frozen=True)
-class FileRef:
-    """A file of the bundle: relative POSIX path inside it, sha256 (64 hex digits), bytes."""
-
-    path: str
-    sha256: str
-    size: int
-
-    def __post_init__(self) -> None:
-        pure = PurePosixPath(self.path)
-        plain = pure.parts and str(pure) == self.path and self.path != FILE_NAME
-        if not plain or pure.is_absolute() or ".." in pure.parts or set(self.path) & set("\\\0:"):
-            raise ValueError(f"path {self.path!r}, expected a relative path inside the bundle")
-        if not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
-            raise ValueError(f"sha256 {self.sha256!r}, expected 64 lower-case hex digits")
-        if self.size < 0:
-            raise ValueError(f"size {self.size}, expected 0 or more")
-
-
-@dataclass(frozen=True)
 class Files:
-    """The bundle's files; `params` is null in a weight-free bundle."""
+    """The bundle's files; `params` is null in a weight-free bundle, `sbom` in one made by hand.
+
+    `alternatives` are the modules of the manifest's alternatives, in their order.
+    """
 
     module: FileRef
     params: FileRef | None
     reference: FileRef | None
     tokenizer: tuple[FileRef, ...]
+    sbom: FileRef | None
+    alternatives: tuple[FileRef, ...]
 
     def __post_init__(self) -> None:
         paths = [ref.path for ref in self.all()]
@@ -124,18 +113,19 @@ class Files:
 
     def all(self) -> list[FileRef]:
         """Every file the manifest lists."""
-        single = [ref for ref in (self.module, self.params, self.reference) if ref is not None]
-        return [*single, *self.tokenizer]
+        single = (self.module, *self.alternatives, self.params, self.reference, self.sbom)
+        return [*(ref for ref in single if ref is not None), *self.tokenizer]
 
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """Where the model came from and its vocabulary."""
+    """Where the model came from, its licence as the recipe has it, and its vocabulary."""
 
     name: str
     family: str
     source: str
     revision: str | None
+    license: str | None
     config_sha256: str
     vocab_size: int
     eos_token_ids: tuple[int, ...]
@@ -156,7 +146,8 @@ class KernelsInfo:
 
 @dataclass(frozen=True)
 class TargetInfo:
-    """What the module was compiled for, and by what; `kernels` is null where it has none."""
+    """What the module was compiled for, and by what; `kernels` is null where it has none,
+    `recipe` where the bundle was made by hand."""
 
     name: str
     device: Literal["local", "cuda", "vulkan", "metal", "hip"]
@@ -167,6 +158,7 @@ class TargetInfo:
     bytecode_version: str
     flags: tuple[str, ...]
     kernels: KernelsInfo | None
+    recipe: RecipeInfo | None
 
 
 @dataclass(frozen=True)
@@ -220,6 +212,14 @@ class Proof:
 
 
 @dataclass(frozen=True)
+class Alternative:
+    """Another target of the same bundle; its module is in `files.alternatives`."""
+
+    target: TargetInfo
+    proof: Proof
+
+
+@dataclass(frozen=True)
 class Interface:
     """interface.json: what the emitter knows of a module; a subset of the manifest."""
 
@@ -250,10 +250,23 @@ class Manifest:
     numerics: Numerics
     prefix_sharing: bool
     proof: Proof
+    build: BuildInfo | None
+    alternatives: tuple[Alternative, ...]
+
+    @classmethod
+    def check_first(cls, value: dict[str, Any]) -> None:
+        """Raise ValueError for another schema, whose keys would be others, too."""
+        found = value.get("schema")
+        if type(found) is int and found != SCHEMA:
+            raise ValueError(f"schema {found}, expected {SCHEMA}")
 
     def __post_init__(self) -> None:
-        if self.schema != SCHEMA:
-            raise ValueError(f"schema {self.schema}, expected {SCHEMA}")
+        names = [target.name for target in self.targets]
+        if len(self.files.alternatives) != len(self.alternatives):
+            found = f"{len(self.files.alternatives)} files"
+            raise ValueError(f"files.alternatives: {found}, expected {len(self.alternatives)}")
+        if len(set(names)) != len(names):
+            raise ValueError(f"targets {', '.join(names)}, expected different ones")
         if self.prefix_sharing and any(s.kind == "fixed" for s in self.state):
             raise ValueError("prefix_sharing true, expected false for a model with fixed state")
         for group in (self.state, self.params):
@@ -261,6 +274,11 @@ class Manifest:
             if twice := sorted({n for n in names if names.count(n) > 1}):
                 raise ValueError(f"name {twice[0]!r} is used twice")
         _check_functions(self)
+
+    @property
+    def targets(self) -> tuple[TargetInfo, ...]:
+        """All targets that there is a module for."""
+        return (self.target, *(other.target for other in self.alternatives))
 
     @property
     def state_bytes_per_slot(self) -> int:
@@ -275,9 +293,8 @@ class Manifest:
     @property
     def rebuild(self) -> str:
         """The command that makes this bundle again."""
-        return (
-            f"doit build model={self.model.name} target={self.target.name} shape={self.shape.name}"
-        )
+        targets = ",".join(target.name for target in self.targets)
+        return f"doit build model={self.model.name} target={targets} shape={self.shape.name}"
 
 
 def load(bundle: Path) -> Manifest:
@@ -317,7 +334,7 @@ def prefill_name(chunk: int) -> str:
 def expected_functions(
     vocab: int, slots: int, chunks: tuple[int, ...], state: tuple[StateSpec, ...]
 ) -> dict[str, FunctionSpec]:
-    """The entry points of a module of this shape, by the calling convention of schema 3."""
+    """The entry points of a module of this shape, by the calling convention of schema 4."""
 
     def i32(name: str, *shape: int) -> TensorSpec:
         return TensorSpec(name, "i32", shape)

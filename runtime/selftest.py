@@ -16,8 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
-from runtime import company
-from runtime import manifest as manifests
+from runtime import company, targets
 from runtime.errors import UserError
 from runtime.manifest import Manifest
 from runtime.module import Device, open_bundle
@@ -127,6 +126,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `scanwright selftest`."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="bundle directory")
     parser.add_argument("--device", metavar="URI", help="IREE device (default: the target's)")
+    targets.add_argument(parser)
     parser.add_argument(
         "--requests", metavar="N", type=int, default=200, help="requests to run (default: 200)"
     )
@@ -148,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
         value, least = getattr(args, name), int(name == "requests")
         if value is not None and value < least:
             raise UserError(f"{name.replace('_', '-')}: found {value}, expected {least} or more")
-    manifest = manifests.load(args.bundle)
+    manifest = targets.load(args.bundle, args.target, args.device)
     device = open_bundle(args.bundle, manifest, args.device, args.random_params)
     report = selftest(device, manifest, args.requests, args.seed)
     if args.json:

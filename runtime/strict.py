@@ -1,5 +1,5 @@
 """Strict JSON <-> frozen dataclasses: an unknown, repeated or mistyped key fails, and a missing one
-unless its field has a default."""
+unless its field has a default. A class's own `check_first(object)` comes before its keys."""
 
 from __future__ import annotations
 
@@ -204,10 +204,13 @@ def _dataclass(cls: Any) -> Decoder:
     fields = dataclasses.fields(cls)
     decoders = {field.name: _decoder(hints[field.name]) for field in fields}
     needed = {f.name for f in fields if f.default is dataclasses.MISSING}
+    first: Callable[[dict[str, Any]], None] | None = getattr(cls, "check_first", None)
 
     def decode(value: Any) -> Any:
         if not isinstance(value, dict):
             raise _wrong(value, "an object")
+        if first is not None:
+            first(value)
         if value.keys() != decoders.keys():
             _check_keys(value, needed, decoders)
         found = _parts(value, ((k, one) for k, one in decoders.items() if k in value))

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime import manifest as mf
 from runtime import reference as rf
+from runtime import targets
 from runtime.errors import UserError
 from runtime.results import save
 
@@ -42,31 +43,47 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `scanwright verify`."""
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="bundle directory")
     parser.add_argument("--device", metavar="URI", help="IREE device (default: the target's)")
+    targets.add_argument(parser)
     parser.add_argument(
         "--perplexity", action="store_true", help="measure that of float weights, too"
     )
     parser.add_argument("--save", metavar="DIR", type=Path, help="keep it there for doit report")
+    parser.add_argument(
+        "--trust", metavar="KEY", type=Path, help="refuse what the owner of this key has not signed"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     """`scanwright verify`: exit code 0 if everything agrees, 1 if not. Raises UserError."""
-    return verify(args.bundle, args.device, args.perplexity, args.save)
+    if args.trust is not None:
+        from runtime import trust
+
+        trust.check(args.bundle, args.trust)
+        print(f"{args.bundle}: signed by the owner of {args.trust}")
+    return verify(args.bundle, args.device, args.perplexity, args.target, args.save)
 
 
 def verify(
-    bundle: Path, device: str | None = None, perplexity: bool = False, keep: Path | None = None
+    bundle: Path,
+    device: str | None = None,
+    perplexity: bool = False,
+    target: str | None = None,
+    keep: Path | None = None,
 ) -> int:
     """Print one row a check to stdout and return 0, or 1 if any failed.
 
     Nothing is run unless every file is what the manifest says. Raises UserError for a bundle that
-    cannot be read, or opened on this device. `keep`: a directory for the rows, see runtime.results.
+    cannot be read, or opened on this device. Of several targets, the one that is best here is run.
+    `keep`: a directory for the rows, see runtime.results.
     """
     manifest = mf.load(bundle)
-    print(f"{bundle}: {manifest.model.name} for {manifest.target.name}, {manifest.shape.name}")
+    names = ", ".join(target.name for target in manifest.targets)
+    print(f"{bundle}: {manifest.model.name} for {names}, {manifest.shape.name}")
     files = list(_printed(check_files(bundle, manifest)))
     if not all(row.ok for row in files):
         print(f"verify: FAILED: the bundle is damaged; rebuild it: {manifest.rebuild}")
         return 1
+    manifest = targets.pick(manifest, target, device)
     rows = list(_printed(check_device(bundle, manifest, device, perplexity)))
     good = all(row.ok for row in rows)
     if keep is not None:

@@ -27,16 +27,18 @@ def manifest(context: int | None = None, vocab: int = VOCAB) -> mf.Manifest:
     state = (mf.StateSpec("h", "f32", (1, 4), 0, "fixed"),)
     return mf.Manifest(
         schema=mf.SCHEMA,
-        model=mf.ModelInfo(NAME, "mamba2", "dir:mamba2", None, "0" * 64, vocab, (0,), 0),
-        target=mf.TargetInfo("cpu", "local", "local-task", None, (), "0", "0", (), None),
+        model=mf.ModelInfo(NAME, "mamba2", "dir:mamba2", None, None, "0" * 64, vocab, (0,), 0),
+        target=mf.TargetInfo("cpu", "local", "local-task", None, (), "0", "0", (), None, None),
         shape=mf.ShapeInfo("b2", 2, (32,), context),
-        files=mf.Files(mf.FileRef("model.vmfb", "0" * 64, 1), None, None, ()),
+        files=mf.Files(mf.FileRef("model.vmfb", "0" * 64, 1), None, None, (), None, ()),
         functions=mf.expected_functions(vocab, 2, (32,), state),
         state=state,
         params=(),
         numerics=mf.Numerics("f32", "f32", "f32", None),
         prefix_sharing=False,
         proof=mf.Proof("not-run", "made by hand", "fast", mf.Tolerance(1e-4, 1e-4)),
+        build=None,
+        alternatives=(),
     )
 
 

@@ -263,9 +263,9 @@ def bundles(build: Path) -> Iterator[Path]:
 def assert_right(bundle: Path) -> Manifest:
     """The bundle opens, is proven, and every byte of it is what its manifest says."""
     manifest = manifest_file.load(bundle)
-    refs = [manifest.files.module, manifest.files.params, manifest.files.reference]
-    for ref in [*refs, *manifest.files.tokenizer]:
-        assert ref is not None
+    refs = manifest.files.all()
+    assert manifest.files.params and manifest.files.reference and manifest.files.sbom
+    for ref in refs:
         data = (bundle / ref.path).read_bytes()
         assert (len(data), hashlib.sha256(data).hexdigest()) == (ref.size, ref.sha256), ref.path
     assert (manifest.proof.status, manifest.proof.reason) == ("passed", None)
@@ -278,7 +278,7 @@ def assert_no_leftovers(place: Place) -> None:
         assert_right(bundle)
         names = {path.name for path in bundle.iterdir()}
         assert names <= {"manifest.json", "model.vmfb", "params.irpa", "reference.json",
-                         "build.log.jsonl"}, names  # fmt: skip
+                         "sbom.cdx.json", "build.log.jsonl"}, names  # fmt: skip
     if place.build.exists():
         hidden = [path for path in place.build.rglob(".*") if path != place.build / ".lock"]
         assert hidden == []

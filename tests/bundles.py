@@ -76,10 +76,22 @@ def doit(
     cache: Path,
     env: Mapping[str, str] | None = None,
     umask: int = -1,
+    one_core: bool = False,
 ) -> subprocess.CompletedProcess[str]:
     """Run `doit` on the project's dodo.py with `cwd` as the directory that build/ is made in."""
     cwd.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "doit", "-f", str(ROOT / "dodo.py"), "-d", str(cwd), *words]
+    alone = ["taskset", "-c", str(min(os.sched_getaffinity(0)))] if one_core else []
+    command = [
+        *alone,
+        sys.executable,
+        "-m",
+        "doit",
+        "-f",
+        str(ROOT / "dodo.py"),
+        "-d",
+        str(cwd),
+        *words,
+    ]
     variables = {
         **os.environ,
         "PYTHONPATH": str(ROOT),

@@ -49,16 +49,18 @@ def manifest(
     code = mf.FileRef("model.vmfb", "0" * 64, 1)
     return mf.Manifest(
         schema=mf.SCHEMA,
-        model=mf.ModelInfo("fake", "fake", "dir:fake", None, "0" * 64, V, (EOS,), None),
-        target=mf.TargetInfo("cpu", "local", "local-task", None, (), "0", "0", (), None),
+        model=mf.ModelInfo("fake", "fake", "dir:fake", None, None, "0" * 64, V, (EOS,), None),
+        target=mf.TargetInfo("cpu", "local", "local-task", None, (), "0", "0", (), None, None),
         shape=mf.ShapeInfo(f"b{slots}", slots, chunks, context),
-        files=mf.Files(code, None, None, ()),
+        files=mf.Files(code, None, None, (), None, ()),
         functions=mf.expected_functions(V, slots, chunks, state),
         state=state,
         params=(),
         numerics=mf.Numerics("f32", "f32", "f32", None),
         prefix_sharing=False,
         proof=mf.Proof("not-run", "fake", "fast", mf.Tolerance(1e-5, 1e-5)),
+        build=None,
+        alternatives=(),
     )
 
 

@@ -307,7 +307,7 @@ def test_a_cache_that_is_a_file_is_one_line(tmp_path: Path, task: str) -> None:
 
 def test_a_changed_manifest_is_refused(built: Place) -> None:
     path = built.bundle / "manifest.json"
-    path.write_text(path.read_text().replace('"schema": 3', '"schema": 3, "extra": 2'))
+    path.write_text(path.read_text().replace('"schema": 4', '"schema": 4, "extra": 2'))
     done = built.scanwright(*GENERATE, built.bundle)
     assert_one_line(done, "manifest.json", "extra")
 

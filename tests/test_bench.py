@@ -71,7 +71,7 @@ def test_bad_arguments(arguments, word, capsys, tmp_path):
 
 def test_weight_bytes_of_tied_and_untied_embeddings():
     def read(*params: mf.ParamSpec) -> int:
-        files = mf.Files(mf.FileRef("m", "0" * 64, 1), None, None, ())
+        files = mf.Files(mf.FileRef("m", "0" * 64, 1), None, None, (), None, ())
         plain = toy.make_manifest("local", params, files, "0.0")
         return bench.weight_bytes_per_step(dataclasses.replace(plain, params=params))
 

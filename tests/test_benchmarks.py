@@ -50,7 +50,7 @@ def published(name: str, weights: str, shape: str, tmp_path: Path) -> mf.Manifes
     content = interface(model, Shape.parse(shape), model.storage(weights), ())
     (tmp_path / "interface.json").write_text(json.dumps(content))
     read = mf.load_interface(tmp_path / "interface.json")
-    files = mf.Files(mf.FileRef("m", "0" * 64, 1), None, None, ())
+    files = mf.Files(mf.FileRef("m", "0" * 64, 1), None, None, (), None, ())
     plain = toy.make_manifest("local", (), files, "0.0")
     parsed = Shape.parse(shape)
     return dataclasses.replace(

@@ -51,8 +51,8 @@ def assert_from_cache(done: Done) -> None:
     assert "artifacts.store" in modules  # the audit sees what there is
     assert {m.partition(".")[0] for m in modules} & set(building.HEAVY) == set()
     ours = {m for m in modules if m.partition(".")[0] in ("runtime", "emit")}
-    read = ("errors", "manifest", "strict", "vmfb")  # what reads and writes a bundle's files
-    read += ("progress",)  # what would tell of a download or a compile
+    # what reads and writes a bundle's files, and what would tell of a download or a compile
+    read = ("errors", "manifest", "origin", "strict", "vmfb", "progress")
     assert ours <= {"runtime", *(f"runtime.{name}" for name in read)}
 
 

@@ -17,8 +17,21 @@ REF = mf.FileRef("model.vmfb", "a" * 64, 10)
 
 
 def sample() -> mf.Manifest:
-    files = mf.Files(REF, None, None, (mf.FileRef("tokenizer/tokenizer.json", "b" * 64, 3),))
-    return toy.make_manifest("local", toy.param_specs("local", 16), files, "17.0")
+    tokenizer = (mf.FileRef("tokenizer/tokenizer.json", "b" * 64, 3),)
+    other = mf.FileRef("model.v4.vmfb", "c" * 64, 11)
+    files = mf.Files(REF, None, None, tokenizer, mf.FileRef("sbom.cdx.json", "d" * 64, 4), ())
+    made = toy.make_manifest("local", toy.param_specs("local", 16), files, "17.0")
+    recipe = mf.RecipeInfo(("--a",), (("--b",), ("--c",)), ("f32",), "host", False)
+    target = dataclasses.replace(made.target, recipe=recipe)
+    wider = dataclasses.replace(target, name="cpu-v4")
+    package, used = mf.Package("jax", "1"), mf.FileRef("config.json", "e" * 64, 5)
+    return dataclasses.replace(
+        made,
+        target=target,
+        files=dataclasses.replace(files, alternatives=(other,)),
+        build=mf.BuildInfo("bf16", False, (used,), (package,)),
+        alternatives=(mf.Alternative(wider, made.proof),),
+    )
 
 
 def refused(data, word):
@@ -80,7 +93,7 @@ def test_each_key_is_required_and_typed(path):
 @pytest.mark.parametrize(
     ("path", "value", "word"),
     [
-        (("schema",), 1, "schema 1, expected 3"),
+        (("schema",), 3, "schema 3, expected 4"),
         (("schema",), True, "schema: found true, expected an integer"),
         (("shape", "slots"), 3.0, "shape.slots: found 3.0"),
         (("shape", "slots"), 0, "slots 0"),
@@ -107,6 +120,10 @@ def test_each_key_is_required_and_typed(path):
         (("files", "module", "path"), "tokenizer/tokenizer.json", "listed twice"),
         (("files", "module", "sha256"), "A" * 64, "64 lower-case hex"),
         (("files", "module", "size"), -1, "size -1"),
+        (("files", "alternatives"), [], "files.alternatives: 0 files, expected 1"),
+        (("alternatives", 0, "target", "name"), "cpu", "targets cpu, cpu, expected different"),
+        (("files", "alternatives", 0, "path"), "model.vmfb", "listed twice"),
+        (("build", "files", 0, "path"), "../config.json", "relative path"),
     ],
 )
 def test_values_are_checked(path, value, word):
@@ -115,9 +132,15 @@ def test_values_are_checked(path, value, word):
     refused(data, word)
 
 
+def test_another_schema_is_told_before_its_keys():
+    older = copy.deepcopy(PLAIN) | {"schema": 3}
+    del older["build"], older["alternatives"], older["files"]["sbom"]
+    refused(older, "manifest.json: schema 3, expected 4")
+
+
 def test_texts_that_are_not_a_manifest(tmp_path):
     text = mf.dumps(sample())
-    refused(text.replace('"schema": 3', '"schema": 3, "schema": 3'), "schema: key appears twice")
+    refused(text.replace('"schema": 4', '"schema": 4, "schema": 4'), "schema: key appears twice")
     refused(text.replace("1e-05", "NaN", 1), "NaN")
     refused(text.replace("1e-05", "1e999", 1), "expected a number")
     refused(text[:-5], "not JSON")

@@ -26,7 +26,9 @@ from runtime import cli
 from runtime.manifest import (
     FileRef,
     Manifest,
+    Proof,
     StateSpec,
+    TargetInfo,
     TensorSpec,
     expected_functions,
 )
@@ -104,9 +106,10 @@ def doit_problem(words: list[str], tasks: set[str]) -> str | None:
     if words[0] in ("farm", "matrix"):
         given |= select.triples(given)[0]
     model = resolve.resolve_model(given.get("model"))
-    target = resolve.resolve_target(given.get("target"))
     resolve.resolve_shape(given.get("shape"), model)
-    resolve.resolve_weights(given.get("weights"), model, target)
+    for word in given.get("target", resolve.DEFAULT_TARGET).split(","):
+        target = resolve.resolve_target(word)
+        resolve.resolve_weights(given.get("weights"), model, target)
     return None if given.get("params", "none") == "none" else "params"
 
 
@@ -217,6 +220,8 @@ def named(kind: Any, name: str) -> Iterator[str]:
         yield from named(inside[0], f"{name}[]")
     elif kind in (FileRef, TensorSpec):
         yield name
+    elif kind in (TargetInfo, Proof) and name.startswith("alternatives[]"):
+        yield name  # as told of the first target
     elif dataclasses.is_dataclass(kind) and isinstance(kind, type):
         yield from leaves(kind, f"{name}.")
     else:

@@ -199,7 +199,7 @@ def make_manifest(
     state, context = (HYBRID_STATE, CONTEXT) if hybrid else (STATE, None)
     return mf.Manifest(
         schema=mf.SCHEMA,
-        model=mf.ModelInfo("toy", "toy", "dir:toy", None, "0" * 64, V, (0,), None),
+        model=mf.ModelInfo("toy", "toy", "dir:toy", None, None, "0" * 64, V, (0,), None),
         target=mf.TargetInfo(
             "cpu" if device == "local" else device,
             device,  # type: ignore[arg-type]
@@ -210,6 +210,7 @@ def make_manifest(
             bytecode,
             FLAGS[device],
             None,
+            None,
         ),
         shape=mf.ShapeInfo(f"b{slots}-p4+8", slots, CHUNKS, context),
         files=files,
@@ -219,6 +220,8 @@ def make_manifest(
         numerics=mf.Numerics("bf16", "f32", "f32", None),
         prefix_sharing=False,
         proof=mf.Proof("not-run", "toy", "fast", mf.Tolerance(1e-5, 1e-5)),
+        build=None,
+        alternatives=(),
     )
 
 
@@ -292,7 +295,7 @@ def bundle(
     if weight_free:
         (out / "params.irpa").unlink()
         (out / "reference.json").unlink()
-    files = mf.Files(_ref(out / "model.vmfb"), params, reference, ())
+    files = mf.Files(_ref(out / "model.vmfb"), params, reference, (), None, ())
     toy = make_manifest(device, specs, files, bytecode_version(out / "model.vmfb"), slots, hybrid)
     (out / mf.FILE_NAME).write_text(mf.dumps(toy))
     return out

@@ -29,6 +29,8 @@ _SWITCH_S = 5e-4
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The arguments of `scanwright serve`."""
+    from runtime import targets
+
     add = parser.add_argument
     add("bundle", metavar="BUNDLE", type=Path, help="bundle directory")
     add("--host", metavar="H", default="127.0.0.1", help="address to serve (default: 127.0.0.1)")
@@ -37,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="port, 0 for any free one (default: 8000)",
     )  # fmt: skip
     add("--device", metavar="URI", help="IREE device (default: the target's)")
+    targets.add_argument(parser)
     keys = parser.add_argument_group("who may ask (anyone on this machine, unless told otherwise)")
     keys.add_argument(
         "--api-key-file", metavar="F", type=Path,
@@ -100,13 +103,13 @@ def run(args: argparse.Namespace) -> int:
             f"serve: no package {error.name}, expected the extra `serve`; run"
             " pip install '.[serve]' where the project is, or pip install 'scanwright[serve]'"
         ) from error
-    from runtime import manifest as manifests
+    from runtime import targets
     from runtime.server import guard
     from runtime.server.model import Model
     from runtime.server.streams import Bridge
 
     keys = None if args.api_key_file is None else guard.load_keys(args.api_key_file)
-    manifest = manifests.load(args.bundle)
+    manifest = targets.load(args.bundle, args.target, args.device)
     chunks = _chunks(manifest, args.max_chunk)
     protected = keys is not None or args.insecure
     sockets = guard.bind(args.host, args.port, protected=protected)
