@@ -60,7 +60,7 @@ def made(name: str = "toy", weights: str = "bf16") -> mf.Manifest:
     plain = fake_device.manifest()
     sizes = {"model.vmfb": 5 << 20, "params.irpa": 1 << 30, "reference.json": 2048}
     module, params, oracle = (mf.FileRef(path, SHA, size) for path, size in sizes.items())
-    files = mf.Files(module, params, oracle, ())
+    files = mf.Files(module, params, oracle, (), None, ())
     return dataclasses.replace(
         plain,
         model=dataclasses.replace(plain.model, name=name, source=f"dir:{name}"),

@@ -34,6 +34,7 @@ ERRORS = (UserError, EmitError, ApiError)
 TALK = [{"role": "user", "content": "Hello, " * 20}, {"role": "assistant", "content": "hi"}]
 TEXT = "In the beginning, <|x|> 1234 \u00e9\u3042\n\n  end"
 REF = FileRef("model.vmfb", "a" * 64, 10)
+TOKENIZER = FileRef("tokenizer/tokenizer.json", "b" * 64, 3)
 IRPA = [irpa.Tensor("first", "f32", (3, 5)), irpa.Tensor("second", "bf16", (7,))]
 
 
@@ -43,16 +44,18 @@ def small_manifest() -> manifest.Manifest:
     params = (manifest.ParamSpec("embed", "f32", (16, 8), 0.0, 1.0),)
     return manifest.Manifest(
         manifest.SCHEMA,
-        manifest.ModelInfo("toy", "toy", "dir:toy", None, "c" * 64, 16, (0,), None),
-        manifest.TargetInfo("cpu", "local", "local-task", None, (), "3.13", "17.0", (), None),
+        manifest.ModelInfo("toy", "toy", "dir:toy", None, None, "c" * 64, 16, (0,), None),
+        manifest.TargetInfo("cpu", "local", "local-task", None, (), "3.13", "17.0", (), None, None),
         manifest.ShapeInfo("b2-p4", 2, (4,), None),
-        manifest.Files(REF, None, None, (FileRef("tokenizer/tokenizer.json", "b" * 64, 3),)),
+        manifest.Files(REF, None, None, (TOKENIZER,), None, ()),
         manifest.expected_functions(16, 2, (4,), state),
         state,
         params,
         manifest.Numerics("f32", "f32", "f32", None),
         False,
         manifest.Proof("not-run", "toy", "fast", manifest.Tolerance(1e-5, 1e-5)),
+        None,
+        (),
     )
 
 
