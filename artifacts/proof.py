@@ -93,7 +93,7 @@ def compile_and_prove(stages: Stages, write_bundle: WriteBundle) -> Compiled:
     cpu = job.cpu
     if cpu is None and target.cpu is not None:
         notes = stages.store.root / "cpu.json"
-        cpu = resolve_cpu(target.cpu, target.triple, notes, keep=not stages.dry)
+        cpu = resolve_cpu(target.cpu, target.triple, notes, keep=not stages.store.read_only)
     device, why_not = ("", "--no-proof") if not job.proof else devices.usable(target, cpu)
     failures: list[str] = []
     wrong: set[str] = set()  # functions that were wrong
