@@ -58,6 +58,16 @@ def remote_record(store: Store, action: Action) -> Record | None:
     return None if store.remote is None else store.remote.pull(store, action)
 
 
+def share(store: Store) -> None:
+    """Offer what lookups found in this cache to the remote one, if this run may write there."""
+    if store.remote is None or not store.remote.write:
+        return
+    with store.using():
+        for key, stage in list(store.found.items()):
+            store.remote.offer(store, key, stage)
+    store.found.clear()
+
+
 def run(
     store: Store,
     action: Action,

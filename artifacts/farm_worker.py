@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from artifacts import bundle
+from artifacts.actions import share
 from artifacts.buildlog import BuildLog
 from artifacts.job import Job
 from artifacts.process import ROOT
@@ -84,6 +85,7 @@ def compile_triple(
     with store.using():
         stages = Stages(store, Job(**resolver(words, proof=proof)), log)
         compiled = bundle.compiled_module(stages)
+        share(store)
     return {
         "process": os.getpid(),
         "seconds": round(time.perf_counter() - started, 3),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -78,6 +79,10 @@ class Looking(Store):
         """What the blob of the file would be."""
         with explained(path):
             return Blob(*hash_file(path))
+
+    def put_bytes(self, data: bytes) -> Blob:
+        """What the blob of `data` would be."""
+        return Blob(hashlib.sha256(data).hexdigest(), len(data))
 
     def lookup(self, key: str, *, report: bool = True) -> Record | None:
         """The record of `key` if every blob it names is right, else None."""

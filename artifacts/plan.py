@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from artifacts import bundle
-from artifacts.actions import explain
+from artifacts.actions import explain, share
 from artifacts.buildlog import BuildLog
 from artifacts.job import Job
 from artifacts.stages import Miss, Stages
@@ -55,6 +55,7 @@ class Plan:
     def run(self, name: str) -> None:
         """Run the stage and what it needs, as far as it is not cached."""
         self._step(self._stages, name)
+        share(self.store)
         self._dry = Stages(self.store, self.job, BuildLog(), dry=True)
 
     @property
@@ -70,12 +71,14 @@ class Plan:
     def ready(self, name: str) -> bool:
         """Whether the stage's results are all there; nothing is run or downloaded to find out.
 
-        What is wrong with the input is told by the run that follows.
+        They are offered to the remote cache. What is wrong with the input is told by the run that
+        follows.
         """
         try:
             self._step(self._dry, name)
         except (Miss, UserError):
             return False
+        share(self.store)
         return True
 
     def explain(self) -> list[str]:

@@ -17,7 +17,9 @@ from runtime.errors import UserError
 from runtime.manifest import FileRef, Manifest
 from runtime.pack import pack as write_tar
 from runtime.place import MAX_UNLISTED, UNLISTED, alone, place
+from runtime.progress import progress, shown
 
+_PIECE = 1 << 20
 PLACES = "oci://HOST/NAME:TAG, hf://ORG/NAME, s3://BUCKET/PATH or a directory"
 
 
@@ -93,20 +95,22 @@ def _hub(bundle: Path, manifest: Manifest, to: str) -> str:
 
 def _s3(bundle: Path, manifest: Manifest, to: str) -> str:
     from runtime.s3 import explained as told
-    from runtime.s3 import filesystem, prefix
+    from runtime.s3 import filesystem, prefix, put_file
 
     below, files = prefix(to), filesystem(to)
     for name in names(bundle, manifest):
-        try:
-            files.put_file(str(bundle / name), f"{below}/{name}")
-        except Exception as error:
-            raise told(f"{to.rstrip('/')}/{name}", error) from error
+        with progress(f"upload {name}", (bundle / name).stat().st_size) as far:
+            try:
+                put_file(files, bundle / name, f"{below}/{name}", far.reach)
+            except Exception as error:
+                raise told(f"{to.rstrip('/')}/{name}", error) from error
     return to
 
 
 def _directory(bundle: Path, manifest: Manifest, directory: Path) -> str:
     def put(ref: FileRef, dest: Path) -> None:
-        shutil.copyfile(bundle / ref.path, dest)
+        with shown(f"copy {ref.path}", bundle / ref.path) as file, dest.open("xb") as out:
+            shutil.copyfileobj(file, out, _PIECE)
         dest.chmod(0o444)
         if problem := wrong(ref, dest):
             raise UserError(f"{dest}: {problem} after copying; check both disks")

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+import sys
 from pathlib import Path
 
 from artifacts.hub import DEFAULT_ENDPOINT
 from runtime.errors import UserError
+from runtime.progress import progress
 
 
 def push_hub(bundle: Path, names: list[str], to: str) -> str:
@@ -23,7 +25,8 @@ def push_hub(bundle: Path, names: list[str], to: str) -> str:
     from huggingface_hub import CommitOperationAdd, HfApi
     from huggingface_hub.utils import disable_progress_bars
 
-    disable_progress_bars()
+    if not sys.stderr.isatty():
+        disable_progress_bars()  # which are for terminals alone
     api = HfApi(endpoint=endpoint, library_name="scanwright")
     try:
         api.create_repo(repo, private=True, exist_ok=True)
@@ -33,6 +36,10 @@ def push_hub(bundle: Path, names: list[str], to: str) -> str:
             CommitOperationAdd(f"{below[1:]}/{name}".lstrip("/"), str(bundle / name))
             for name in names
         ]
+        for name, add in zip(names, adds, strict=True):
+            with progress(f"upload {name}", add.upload_info.size) as told:
+                api.preupload_lfs_files(repo, [add], revision=branch)
+                told.done = add.upload_info.size
         done = api.create_commit(repo, adds, commit_message="A bundle", revision=branch)
     except Exception as error:
         raise _told(to, endpoint, error) from error

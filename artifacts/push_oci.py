@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-import io
 import json
 import urllib.parse
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 from artifacts.disk import hash_file
 from runtime import oci, web
 from runtime.errors import UserError
 from runtime.manifest import Manifest
+from runtime.progress import shown
 
 _CONFIG = b"{}"
 
@@ -25,11 +26,10 @@ def push_oci(bundle: Path, manifest: Manifest, names: list[str], to: str, plain:
         raise UserError(f"to={to}: found a digest, expected a tag to push to")
     registry = oci.Registry(web.Client(plain), reference, "pull,push")
     try:
-        config = _upload(registry, to, io.BytesIO(_CONFIG), oci.EMPTY)
+        config = _upload(registry, to, "config", _CONFIG, oci.EMPTY)
         layers = []
         for name in sorted(names):
-            with (bundle / name).open("rb") as file:
-                layers.append(_upload(registry, f"{to}: {name}", file, oci.LAYER, bundle / name))
+            layers.append(_upload(registry, to, name, bundle / name, oci.LAYER))
             layers[-1]["annotations"] = {oci.TITLE: name}
         about = f"{manifest.model.name} for {manifest.target.name}, {manifest.shape.name}"
         content = {
@@ -54,15 +54,13 @@ def push_oci(bundle: Path, manifest: Manifest, names: list[str], to: str, plain:
 
 
 def _upload(
-    registry: oci.Registry, where: str, file: BinaryIO, kind: str, path: Path | None = None
+    registry: oci.Registry, to: str, name: str, content: Path | bytes, kind: str
 ) -> dict[str, Any]:
     """The descriptor of a blob that the registry has afterwards. Raises as Registry.open."""
-    if path is None:
-        data = file.read()
-        digest, size = hashlib.sha256(data).hexdigest(), len(data)
-        file.seek(0)
+    if isinstance(content, bytes):
+        digest, size = hashlib.sha256(content).hexdigest(), len(content)
     else:
-        digest, size = hash_file(path)
+        digest, size = hash_file(content)
     descriptor = {"mediaType": kind, "digest": f"sha256:{digest}", "size": size}
     try:
         with registry.open(f"/blobs/sha256:{digest}", method="HEAD"):
@@ -73,9 +71,15 @@ def _upload(
     with registry.open("/blobs/uploads/", method="POST", data=b"") as answer:
         location = answer.headers.get("Location")
     if not location:
-        raise UserError(f"{where}: the registry names no place to upload to, expected a Location")
+        raise UserError(
+            f"{to}: {name}: the registry names no place to upload to, expected a Location"
+        )
     url = urllib.parse.urljoin(f"{registry.base}/blobs/uploads/", location)
     url += ("&" if urllib.parse.urlsplit(url).query else "?") + f"digest=sha256:{digest}"
     headers = {"Content-Type": "application/octet-stream", "Content-Length": str(size)}
-    with registry.open(url, headers, method="PUT", data=file if size else b""):
-        return descriptor
+    with contextlib.ExitStack() as stack:
+        data = content if isinstance(content, bytes) else b""
+        if isinstance(content, Path) and size:
+            data = stack.enter_context(shown(f"upload {name}", content))
+        with registry.open(url, headers, method="PUT", data=data):
+            return descriptor

@@ -81,6 +81,7 @@ class Remote:
         self._files = Files(url, timeout, options)
         self._told: set[str] = set()
         self._bad: set[str] = set()  # sha256 of blobs that may be there and wrong
+        self._settled: set[str] = set()  # keys that came from there, or were taken or offered
 
     @property
     def url(self) -> str:
@@ -120,6 +121,7 @@ class Remote:
                     rest = record.outputs.values()  # where one is wrong, others may be
                     self._bad.update(blob.sha256 for blob in rest if not store.verify(blob))
                     return None
+            self._settled.add(action.key)
             # Its fields are the action's, since both have the same key; its words may not be.
             return store.record(
                 action.key,
@@ -158,8 +160,9 @@ class Remote:
 
     def push(self, store: Store, record: Record) -> None:
         """Take a result there, its record last, if that is wanted and the remote is in order."""
-        if not self.write or not (self.weights or record.stage in WITHOUT_WEIGHTS):
+        if not self._takes(record.stage):
             return
+        self._settled.add(record.key)
         with contextlib.suppress(Unavailable):
             for blob in record.outputs.values():
                 name = _blob_name(blob)
@@ -171,6 +174,23 @@ class Remote:
                 with explained(path, need=len(data)):
                     write_new(path, data)
                 self._files.upload(_record_name(record.key), path)
+
+    def offer(self, store: Store, key: str, stage: str) -> None:
+        """Take a result there that the store has had before this run, if the remote lacks it.
+
+        One look at the remote, once in a run. The store must be in use.
+        """
+        if not self._takes(stage) or key in self._settled:
+            return
+        self._settled.add(key)
+        with contextlib.suppress(Unavailable):
+            if self._files.size(_record_name(key)) is None:
+                record = store.lookup(key, report=False)
+                if record is not None:
+                    self.push(store, record)
+
+    def _takes(self, stage: str) -> bool:
+        return self.write and (self.weights or stage in WITHOUT_WEIGHTS)
 
     def forget(self, key: str) -> None:
         """Remove the record of `key`, if this run may write."""

@@ -25,6 +25,9 @@ from runtime.errors import UserError
 FAILURES = 2
 PATIENCE = 6  # timeouts, for all operations of a run together
 LEAST_RATE = 1 << 20  # bytes a second; a slower transfer counts as one that hangs
+STALE_S = 24 * 3600.0  # after which an unfinished upload is a killed one's
+SWEPT = 50  # unfinished uploads looked at in a run
+TEMP = "v1/tmp"
 _PIECE = 4 << 20
 
 T = TypeVar("T")
@@ -56,6 +59,7 @@ class Files:
         self.shown = re.sub(r"//[^/@]*@", "//", url)  # without a password
         self.left_out = False
         self._failures, self._lost = 0, 0.0
+        self._swept = False
         self._opened: tuple[Any, str] | None = None
         self._mutex = threading.Lock()
 
@@ -110,8 +114,14 @@ class Files:
         return self._run(f"looking for {name}", work)
 
     def upload(self, name: str, source: Path) -> None:
-        """Make `name` the bytes of `source`: under its name it is never seen in part."""
+        """Make `name` the bytes of `source`: under its name it is never seen in part.
+
+        The first upload clears away what killed ones have left.
+        """
         size = source.stat().st_size
+        if not self._swept:
+            self._swept = True
+            self._run(f"looking into {TEMP}", self._sweep)
 
         def work(_: _Transfer) -> None:
             filesystem, root = self._filesystem()
@@ -120,7 +130,7 @@ class Files:
             if move is None:
                 _put(filesystem, source, path, size)
                 return
-            temp = f"{root}/v1/tmp/{os.urandom(12).hex()}"
+            temp = f"{root}/{TEMP}/{os.urandom(12).hex()}"
             for place in (temp, path):
                 filesystem.makedirs(place.rpartition("/")[0], exist_ok=True)
             try:
@@ -132,6 +142,18 @@ class Files:
                 raise
 
         self._run(f"writing {name}", work, size)
+
+    def _sweep(self, transfer: _Transfer) -> None:
+        """Remove unfinished uploads of more than STALE_S ago, where the protocol knows times."""
+        filesystem, root = self._filesystem()
+        if _mover(filesystem) is None:
+            return
+        oldest = time.time() - STALE_S
+        with contextlib.suppress(Exception):  # none there, or no right to look
+            for path in filesystem.ls(f"{root}/{TEMP}", detail=False)[:SWEPT]:
+                with contextlib.suppress(Exception):  # moved meanwhile, or of no known age
+                    if not transfer.abandoned and filesystem.modified(path).timestamp() < oldest:
+                        filesystem.rm_file(path)
 
     def remove(self, name: str) -> None:
         """Remove a file, if it is there."""

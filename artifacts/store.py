@@ -52,7 +52,8 @@ class Store:
 
     Blobs of up to `rehash_limit` bytes are hashed again whenever they are looked up, larger ones
     only if size, modification time or inode changed since they were last hashed.
-    `remote` is what actions look into for results that are not here.
+    `remote` is what actions look into for results that are not here; `found` holds those that a
+    lookup found here and that were not offered to it yet, by key with their stages.
     Raises UserError if the directory cannot be made or written.
     """
 
@@ -63,6 +64,7 @@ class Store:
     ) -> None:
         self.root = Path(root).expanduser().absolute()
         self.remote = remote
+        self.found: dict[str, str] = {}
         self.rehash_limit = rehash_limit
         for name in ("blobs", "actions", "locks", "scratch", "work"):
             with explained(self.root):
@@ -331,6 +333,7 @@ class Store:
                         _tell(f"{where}: cached {name} {trouble}, building again")
                         self._drop(blob)
             if good:
+                self.found[key] = record.stage
                 with contextlib.suppress(OSError):
                     os.utime(path)
             return record if good else None

@@ -18,6 +18,7 @@ from runtime import manifest as mf
 from runtime import web
 from runtime.errors import UserError
 from runtime.place import MAX_UNLISTED, UNLISTED
+from runtime.progress import shown
 
 MAX_MEMBERS = 4096
 MAX_MANIFEST = 64 << 20
@@ -92,7 +93,7 @@ def _append(
     if ref is not None and size != ref.size:
         raise UserError(f"{path}: {size} bytes, expected {ref.size}; rebuild the bundle")
     _put(out, digest, _header(name, size))
-    with path.open("rb") as file:
+    with shown(f"pack {name}", path) as file:
         while piece := file.read(_CHUNK):
             own.update(piece)
             _put(out, digest, piece)

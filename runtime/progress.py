@@ -7,11 +7,13 @@ number of a descriptor that leads to the user. Without it that is stderr.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import TracebackType
 
 VARIABLE = "SCANWRIGHT_PROGRESS"
@@ -163,3 +165,24 @@ def progress(word: str, total: int, *, unit: str = "", done: int = 0) -> Progres
         signal.signal(signal.SIGTTOU, signal.SIG_IGN)
     descriptor = int(given) if given.isdecimal() else 2
     return Progress(word, total, descriptor, unit=unit, done=done)
+
+
+class _Counted(io.BufferedReader):
+    """A file that tells how far it was read."""
+
+    def __init__(self, path: Path, told: Callable[[int], object]) -> None:
+        super().__init__(io.FileIO(path))
+        self._told = told
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """As of any file."""
+        data = super().read(size)
+        self._told(self.tell())
+        return data
+
+
+@contextlib.contextmanager
+def shown(word: str, path: Path) -> Iterator[io.BufferedReader]:
+    """The file, open to be read to its end, and as far as it was, that is told; OSError if not."""
+    with progress(word, path.stat().st_size) as told, _Counted(path, told.reach) as file:
+        yield file

@@ -34,6 +34,14 @@ def filesystem(url: str) -> Any:
     return s3fs.S3FileSystem(endpoint_url=endpoint, use_listings_cache=False)
 
 
+def put_file(files: Any, path: Path, dest: str, count: web.Count) -> None:
+    """Upload a file; `count` hears how many bytes are there, a part at a time."""
+    from fsspec.callbacks import Callback
+
+    callback: Any = Callback(hooks={"count": lambda size, value, **_: count(value)})
+    files.put_file(str(path), dest, callback=callback)
+
+
 def explained(where: str, error: Exception) -> UserError:
     """A failure of S3 as one line."""
     text = " ".join(str(error).split())[:160] or type(error).__name__

@@ -95,6 +95,7 @@ class _Server(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     proxy: Proxy
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # else each body waits for the acknowledgement of its headers
 
     def log_message(self, format: str, *args: Any) -> None:
         """Not on the tests' stderr."""
@@ -188,6 +189,7 @@ class Server:
     proxy: Proxy
     url: str
     options: dict[str, Any]
+    root: Path | None = None  # where its files are, if they are files
     clients: list[Remote] = field(default_factory=list)
 
     def remote(self, folder: str, *, write: bool = False, timeout: float = 60.0) -> Remote:
@@ -288,4 +290,5 @@ def webdav(home: Path) -> Iterator[Server]:
     with _process(argv, port, home / "nginx.log"):
         proxy = Proxy(("127.0.0.1", port))
         with proxy.serving():
-            yield Server(proxy, "webdav://", {"base_url": f"http://127.0.0.1:{proxy.port}"})
+            options = {"base_url": f"http://127.0.0.1:{proxy.port}"}
+            yield Server(proxy, "webdav://", options, home / "root")

@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -23,7 +24,7 @@ from recipes import select
 from runtime.errors import UserError
 
 pytestmark = pytest.mark.iree
-WORDS = ("target=cuda-sm90,cuda-sm80", "shape=b2-p8")
+WORDS = ("target=cuda-sm90,cuda-sm80", "shape=b2-p8", "params=none")
 
 
 def program(place: Place, *argv: str, **settings: str) -> subprocess.Popen[str]:
@@ -95,7 +96,7 @@ def kill_one_that_compiles(farm: subprocess.Popen[str]) -> tuple[str, str, str]:
     return killed[1], killed[2], "".join(lines)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_worker_killed_in_mid_compile_is_made_up_for(tmp_path: Path) -> None:
     place, remote = Place.new(tmp_path / "place"), tmp_path / "remote"
     remote.mkdir()
@@ -126,14 +127,18 @@ def test_a_worker_killed_in_mid_compile_is_made_up_for(tmp_path: Path) -> None:
         done = place.doit("farm", "workers=1", *WORDS, env=shared)
         assert done.code == 0 and done.err.count(": cached, proof not-run") == 2, done.err
         assert done.out == out
-        # What this machine cannot get is told.
-        done = place.doit("farm", f"scheduler={address}", *WORDS,
-                          env={"SCANWRIGHT_CACHE": str(tmp_path / "other")})  # fmt: skip
+        # What this machine cannot get is told; what a worker had already, it takes to the remote.
+        shutil.rmtree(remote / "v1")
+        new = {"SCANWRIGHT_CACHE": str(tmp_path / "other")}
+        again = place.doit("farm", f"scheduler={address}", *WORDS, env=shared | new)
+        assert again.code == 0 and again.out == out, again.err
+        new = {"SCANWRIGHT_CACHE": str(tmp_path / "third")}
+        done = place.doit("farm", f"scheduler={address}", *WORDS, env=new)
         assert done.code == 1
         assert done.errors[0].startswith("error: farm: 2 of 2 results are in caches of the workers")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_what_kills_every_worker_is_given_up(tmp_path: Path) -> None:
     place = Place.new(tmp_path / "place")
     none = {"DASK_DISTRIBUTED__SCHEDULER__ALLOWED_FAILURES": "0"}

@@ -12,6 +12,7 @@ import pytest
 from building import Place
 
 from artifacts.estimate import RULES, rule_of
+from artifacts.looking import Looking
 from artifacts.plan import ORDER
 from emit.count import count
 from recipes.resolve import resolve_model
@@ -124,6 +125,14 @@ def test_what_the_remote_cache_has_is_told(built: Place, tmp_path: Path) -> None
     assert not place.cache.exists()
     assert said["emit"] == "done, in the remote cache", said
     assert said["compile"].startswith("will run, no compile is in the cache yet")
+
+
+def test_of_a_store_that_is_looked_at_nothing_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(b"bytes")
+    with Looking(tmp_path / "cache") as cache:
+        assert cache.put_bytes(b"bytes") == cache.put_file(tmp_path / "file")
+        assert not cache.verify(cache.put_bytes(b"bytes"))
+    assert not (tmp_path / "cache").exists()
 
 
 def test_a_damaged_log_is_no_trouble(built: Place, tmp_path: Path) -> None:

@@ -10,16 +10,20 @@ import json
 import os
 import pty
 import re
+import threading
 from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import transport
 from hub_server import Fault, HubServer
 
 from artifacts import compile as compiler
+from artifacts import push
 from artifacts.hub import Hub, Remote
 from artifacts.pace import FIRST, LEAST, Paced
 from runtime import probe, progress
@@ -111,6 +115,58 @@ def test_what_an_earlier_run_left_counts_for_no_rate(
         Hub("org/name", hub.url).download(commit, remote, tmp_path / "got", tmp_path / "part")
         assert hub.sent("config.json") == 2000
     assert begun == [("download config.json", 3000, {"done": 1000})]
+
+
+class Registry(BaseHTTPRequestHandler):
+    """Takes every upload; `taken` has their bytes."""
+
+    protocol_version = "HTTP/1.1"
+    taken: ClassVar[list[bytes]] = []
+
+    def answer(self, status: int) -> None:
+        self.taken.append(self.rfile.read(int(self.headers.get("Content-Length") or 0)))
+        self.send_response(status)
+        self.send_header("Location", "/v2/b/blobs/uploads/1")
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    def do_POST(self) -> None:
+        self.answer(202)
+
+    def do_PUT(self) -> None:
+        self.answer(201)
+
+    def do_HEAD(self) -> None:
+        self.answer(404)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Quiet."""
+
+
+def test_a_push_and_a_pack(told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To a registry, a directory, a tar file: each file by its name, to its end."""
+    transport.alone(tmp_path, monkeypatch)
+    bundle = transport.made(tmp_path / "made")
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Registry)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
+    thread.start()
+    try:
+        push.push(bundle, f"oci://127.0.0.1:{server.server_port}/b:1")
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+    assert (bundle / "params.irpa").read_bytes() in Registry.taken
+    shown = lines(told())
+    push.push(bundle, "there")
+    shown += lines(told())
+    push.pack(bundle, "there.tar")
+    shown += lines(told())
+    for word in ("upload", "copy", "pack"):
+        found = [re.match(rf"{word} params.irpa: +(\d+) %, .* of 293 KiB", x) for x in shown]
+        shares = [int(match[1]) for match in found if match]
+        assert shares[-1] == 100 and shares == sorted(shares), shown
+    assert len([line for line in shown if line.startswith("upload params.irpa: ")]) > 10
 
 
 @pytest.fixture

@@ -17,17 +17,19 @@ from remote_servers import Fault, Server
 
 from artifacts.actions import Action, Result, run
 from artifacts.remote import Remote
-from artifacts.remote_files import FAILURES
+from artifacts.remote_files import FAILURES, STALE_S
 from artifacts.store import Store
+from runtime.s3 import put_file
 
 ROOT = Path(__file__).resolve().parent.parent
 ACTION = Action("compile", {"x": 1}, {"model": "m"})
 OTHER = Action("compile", {"x": 2}, {"model": "n"})
 LARGE = random.Random(1).randbytes((9 << 20) + 7)  # more than two pieces
-SHORT_S = 1.0  # of waiting, where the server does not answer
+SHORT_S = 1.5  # of waiting, where the server does not answer
+PART_S = 4.0  # where it answers to some requests, on a busy machine late
 
 # Connections that a client was cut off from are closed by the collector.
-pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.thorough]
+pytestmark = [pytest.mark.filterwarnings("ignore::ResourceWarning"), pytest.mark.slow]
 
 
 @pytest.fixture(scope="module", params=["s3", "webdav"])
@@ -162,7 +164,7 @@ def test_a_failing_server_costs_a_little_time_and_no_wrong_byte(
 ) -> None:
     filled(server, folder, tmp_path / "a")
     assert warnings(capfd) == []
-    bad = server.remote(folder, timeout=SHORT_S if fault in SILENT or "trunc" in fault.kind else 60)
+    bad = server.remote(folder, timeout=PART_S if fault.part else SHORT_S)
     reader = store(tmp_path / "b", bad)
     with server.proxy.failing(fault):
         started = time.monotonic()
@@ -177,7 +179,7 @@ def test_a_failing_server_costs_a_little_time_and_no_wrong_byte(
         assert path.read_bytes() in (b"made here", b"right", LARGE[:3])
     told = warnings(capfd)
     assert 1 <= len(told) <= FAILURES, told
-    assert elapsed < FAILURES * SHORT_S + 30 or fault not in SILENT
+    assert elapsed < FAILURES * PART_S + 30
     if fault.kind == "wrong":
         assert len(told) == 1 and "not used" in told[0]
     if fault in SILENT[:3]:
@@ -219,3 +221,29 @@ def test_an_upload_that_fails_leaves_nothing_to_be_found(
     assert warnings(capfd) == []  # nothing was there, in part or whole
     filled(server, folder, tmp_path / "c")
     assert run(store(tmp_path / "d", server.remote(folder)), ACTION, refuse).remote
+
+
+def test_what_a_killed_upload_left_is_cleared_away_by_a_later_one(
+    server: Server, folder: str, tmp_path: Path
+) -> None:
+    if server.root is None:
+        return  # on S3 an upload has no place before it is whole
+    left = server.root / folder / "v1" / "tmp"
+    left.mkdir(parents=True)
+    for name, age in (("old", STALE_S + 3600), ("young", 0)):
+        (left / name).write_text("a half")
+        os.utime(left / name, (time.time() - age, time.time() - age))
+    assert not filled(server, folder, tmp_path / "a").hit
+    assert [path.name for path in left.iterdir()] == ["young"]
+
+
+def test_an_upload_of_a_bundle_tells_how_far_it_is(
+    server: Server, folder: str, tmp_path: Path
+) -> None:
+    if server.root is not None:
+        return  # bundles go to S3
+    (tmp_path / "file").write_bytes(LARGE)
+    files, root = server.remote(folder)._files._filesystem()
+    told: list[int] = []
+    put_file(files, tmp_path / "file", f"{root}/one", told.append)
+    assert told[-1] == files.info(f"{root}/one")["size"] == len(LARGE)

@@ -237,7 +237,7 @@ class Runner:
 
 
 @pytest.mark.iree
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_its_steps_build_once_and_are_then_cached(tmp_path: Path) -> None:
     remote = tmp_path / "remote"
     remote.mkdir()
