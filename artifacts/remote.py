@@ -2,7 +2,8 @@
 
     v1/actions/<2 hex>/<key>.json    result records, as in the local cache
     v1/blobs/<2 hex>/<sha256>        the bytes that they name
-    v1/tmp/                          uploads under way, where the protocol can move a file
+    v1/tmp/                          uploads under way, where the protocol can move a file; what
+                                     killed ones left is removed by a later one, a day after
 
 Nothing that comes from it is believed: a record must be the one of its key, and a file enters the
 local cache only with the size and digest that the record names. Whatever is wrong is a miss, told

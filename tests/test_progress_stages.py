@@ -20,7 +20,8 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import transport
-from hub_server import Fault, HubServer
+from hub_server import TOKEN, Fault, HubServer
+from hub_uploads import UploadHub
 
 from artifacts import compile as compiler
 from artifacts import push
@@ -167,6 +168,25 @@ def test_a_push_and_a_pack(told: Told, tmp_path: Path, monkeypatch: pytest.Monke
         shares = [int(match[1]) for match in found if match]
         assert shares[-1] == 100 and shares == sorted(shares), shown
     assert len([line for line in shown if line.startswith("upload params.irpa: ")]) > 10
+
+
+@pytest.mark.filterwarnings("ignore:Use 'content=")  # of huggingface_hub's own HTTP client
+def test_a_push_to_the_hub(
+    told: Told, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Off a terminal each file when it is there."""
+    transport.alone(tmp_path, monkeypatch)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
+    with UploadHub() as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        push.push(transport.made(tmp_path / "made"), "hf://org/name")
+    said = told()
+    if request.node.callspec.id == "terminal":
+        assert said == ""
+    else:
+        names = [re.match(r"upload (\S+): 100 %, .*, in 0:0\d$", x) for x in lines(said)]
+        assert [match[1] for match in names if match][:2] == ["model.vmfb", "params.irpa"]
 
 
 @pytest.fixture
