@@ -272,7 +272,10 @@ def task_plan():
         from artifacts import estimate
 
         with Looking(default_root(), remote=from_environment()) as cache:
-            print("\n".join(estimate.report(plan.Plan(cache, JOB, BUILD), cache)))
+            for job in JOBS:
+                print("\n".join(estimate.report(plan.Plan(cache, job, BUILD), cache)))
+        if len(JOBS) > 1:
+            print("what these targets have in common is run once")
 
     return {"actions": [action(show)]}
 

@@ -31,7 +31,8 @@ def push_oci(bundle: Path, manifest: Manifest, names: list[str], to: str, plain:
         for name in sorted(names):
             layers.append(_upload(registry, to, name, bundle / name, oci.LAYER))
             layers[-1]["annotations"] = {oci.TITLE: name}
-        about = f"{manifest.model.name} for {manifest.target.name}, {manifest.shape.name}"
+        targets = ", ".join(target.name for target in manifest.targets)
+        about = f"{manifest.model.name} for {targets}, {manifest.shape.name}"
         content = {
             "schemaVersion": 2,
             "mediaType": oci.IMAGE_MANIFEST,

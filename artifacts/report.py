@@ -95,7 +95,7 @@ def _bundle(build: Path, place: Path) -> Bundle:
     log = place / buildlog.FILE_NAME
     if log.is_file():
         found.log = list(_rows(log, found.problems))
-    else:
+    elif found.manifest is None or not found.manifest.alternatives:  # those are put together
         found.problems.append(f"{buildlog.FILE_NAME}: not there: no times are known")
     return found
 

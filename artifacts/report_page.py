@@ -12,6 +12,7 @@ from artifacts import report_plots as plots
 from artifacts.markup import Child, tag
 from runtime.manifest import DTYPE_BYTES, Manifest
 from runtime.progress import clock, sized
+from runtime.targets import view
 
 if TYPE_CHECKING:
     from artifacts.report import Bundle, Found
@@ -117,7 +118,7 @@ def _overview(found: Found) -> Element:
         if made is not None:
             stored = sum(ref.size for ref in made.files.all())
             state = sized(made.state_bytes_per_slot)
-            rows.append([bundle.path, _weights(made), _status(made), sized(stored), state])
+            rows.append([bundle.path, _weights(made), _statuses(made), sized(stored), state])
     heads = ("bundle", "weights", "proof", "size", "a slot")
     empty = tag("p", "No bundle is here yet: doit build makes one.")
     return tag("section", table(heads, rows, 2) or empty)
@@ -127,8 +128,20 @@ def _weights(made: Manifest) -> str:
     return made.numerics.quantization or made.numerics.weights
 
 
-def _status(made: Manifest) -> Element:
-    status = made.proof.status
+def _parts(made: Manifest) -> list[Manifest]:
+    """The bundle for each of its targets alone."""
+    return [view(made, number) for number in range(len(made.targets))]
+
+
+def _statuses(made: Manifest) -> Child:
+    """The proof's status, of several targets each with its name."""
+    if not made.alternatives:
+        return _status(made)
+    return [tag("div", f"{part.target.name}: ", _status(part)) for part in _parts(made)]
+
+
+def _status(part: Manifest) -> Element:
+    status = part.proof.status
     kind = "good" if status == "passed" else "soft"
     return tag("span", status, class_=kind)
 
@@ -163,14 +176,15 @@ def _bundle(bundle: Bundle, found: Found) -> Element:
     parts: list[Child] = [tag("h2", bundle.path)]
     if made is not None:
         revision = f" @ {made.model.revision[:12]}" if made.model.revision else ""
-        cpu = f", CPU {made.target.cpu}" if made.target.cpu else ""
+        cpus = [f", CPU {target.cpu}" if target.cpu else "" for target in made.targets]
+        named = [f"{t.name}: {t.uri}{cpu}; " for t, cpu in zip(made.targets, cpus, strict=True)]
         about = (
-            f"{made.model.family} from {made.model.source}{revision}; {made.target.name}: "
-            f"{made.target.uri}{cpu}; IREE {made.target.compiler}; {made.shape.slots} slots, "
+            f"{made.model.family} from {made.model.source}{revision}; {''.join(named)}"
+            f"IREE {made.target.compiler}; {made.shape.slots} slots, "
             f"chunks of {', '.join(map(str, made.shape.chunks))}; digest "
         )
         parts.append(tag("p", about, tag("code", made.digest[:16])))
-        columns = (_sizes(made), _state(made), _parity(bundle, made), _times(bundle))
+        columns = (_sizes(made), _state(made), _parity(bundle, made, found), _times(bundle))
         parts.append(tag("div", columns, class_="parts"))
         parts += [_verified(row) for row in found.verified if row.get("bundle") == made.digest]
     parts += [_commands(bundle), _problems(bundle.problems)]
@@ -203,15 +217,19 @@ def _state(made: Manifest) -> Element:
     return tag("div", tag("h3", "State"), table(heads, rows, 2))
 
 
-def _parity(bundle: Bundle, made: Manifest) -> Element:
-    """The proof, what it measured, and the reference that devices are compared with."""
-    proof, rows = made.proof, []
-    why = f" ({proof.reason})" if proof.reason else ""
-    rows.append(["proof", tag("span", _status(made), f"{why}, {proof.flags} flags")])
-    measured = _proved(bundle.log, made) if proof.status == "passed" else {}
-    if isinstance(measured.get("worst"), dict):
-        rows.append(["outputs compared", f"{measured.get('compared', 0)}"])
-        rows += _largest(measured["worst"])
+def _parity(bundle: Bundle, made: Manifest, found: Found) -> Element:
+    """The proofs, what they measured, and the reference that devices are compared with."""
+    rows: list[Sequence[Child]] = []
+    for part in _parts(made):
+        why = f" ({part.proof.reason})" if part.proof.reason else ""
+        name = f"proof for {part.target.name}" if made.alternatives else "proof"
+        rows.append([name, tag("span", _status(part), f"{why}, {part.proof.flags} flags")])
+        # The modules of several targets were proved when the bundles for one were built.
+        log = [row for other in found.bundles for row in other.log] + bundle.log
+        measured = _proved(log, part) if part.proof.status == "passed" else {}
+        if isinstance(measured.get("worst"), dict):
+            rows.append(["outputs compared", f"{measured.get('compared', 0)}"])
+            rows += _largest(measured["worst"])
     if bundle.reference is not None and bundle.reference.prompts:
         prompts = bundle.reference.prompts
         count = sum(len(prompt.generated) for prompt in prompts)
@@ -224,7 +242,7 @@ def _parity(bundle: Bundle, made: Manifest) -> Element:
 def _proved(log: Sequence[Mapping[str, Any]], made: Manifest) -> Mapping[str, Any]:
     """The log's row of the proof of this very module with these parameters; {} if it is not there.
 
-    The log of a place also tells of what was there before, with other weights.
+    A log also tells of what was in its place before, with other weights.
     """
     params = made.files.params
     for row in reversed(log):
@@ -292,7 +310,7 @@ def _verified(found: Mapping[str, Any]) -> Element:
         for row in found["rows"]
     ]
     return tag(
-        "details", tag("summary", f"Verified on {found['device']}: ", words),
+        "details", tag("summary", f"Verified for {found['target']} on {found['device']}: ", words),
         table(("compared", "found"), rows),
     )  # fmt: skip
 

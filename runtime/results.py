@@ -13,28 +13,31 @@ from runtime.errors import UserError
 from runtime.manifest import Manifest
 
 
-def file_name(kind: str, manifest: Manifest) -> str:
+def file_name(kind: str, manifest: Manifest, target: str) -> str:
     """`bench-mamba2-cpu-b4-p32+256-bf16.json`."""
-    words = (manifest.model.name, manifest.target.name, manifest.shape.name)
+    words = (manifest.model.name, target, manifest.shape.name)
     name = "-".join((kind, *words, manifest.numerics.quantization or manifest.numerics.weights))
     return re.sub(r"[^\w.+-]", "_", name)[:200] + ".json"
 
 
-def save(directory: Path, kind: str, manifest: Manifest, found: Mapping[str, Any]) -> Path:
+def save(
+    directory: Path, kind: str, manifest: Manifest, target: str, found: Mapping[str, Any]
+) -> Path:
     """Write `found` (JSON) about a bundle under `directory`; a file of the same name goes.
 
-    Its digest and its words are added. Raises UserError if nothing can be written there.
+    `target` is the one of the bundle's that ran. The bundle's digest and words are added. Raises
+    UserError if nothing can be written there.
     """
     content = {
         "kind": kind,
         "bundle": manifest.digest,
         "model": manifest.model.name,
-        "target": manifest.target.name,
+        "target": target,
         "shape": manifest.shape.name,
         "weights": manifest.numerics.quantization or manifest.numerics.weights,
         **found,
     }
-    path = directory / file_name(kind, manifest)
+    path = directory / file_name(kind, manifest, target)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -83,12 +83,13 @@ def verify(
     if not all(row.ok for row in files):
         print(f"verify: FAILED: the bundle is damaged; rebuild it: {manifest.rebuild}")
         return 1
-    manifest = targets.pick(manifest, target, device)
-    rows = list(_printed(check_device(bundle, manifest, device, perplexity)))
+    picked = targets.pick(manifest, target, device)
+    rows = list(_printed(check_device(bundle, picked, device, perplexity)))
     good = all(row.ok for row in rows)
     if keep is not None:
-        kept = {"device": device or manifest.target.uri, "passed": good}
-        save(keep, "verify", manifest, kept | {"rows": [asdict(row) for row in rows]})
+        kept = {"device": device or picked.target.uri, "passed": good}
+        kept["rows"] = [asdict(row) for row in rows]
+        save(keep, "verify", manifest, picked.target.name, kept)
     print(
         "verify: passed" if good else "verify: FAILED: this device does not agree with the oracle"
     )

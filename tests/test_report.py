@@ -129,12 +129,12 @@ def test_the_page_says_what_is_known(tmp_path: Path) -> None:
     write_bundle(tmp_path, "toy/cpu/b3", manifest)
     for rate, weights in ((123.0, "bf16"), (456.0, "int8")):
         other = made(weights=weights)
-        save(tmp_path / "results", "bench", other, bench(other, rate))
+        save(tmp_path / "results", "bench", other, "cpu", bench(other, rate))
     rows = [
         {"what": "prompt 0 (1 tokens)", "ok": True, "detail": "48 tokens equal, within 3.1e-07"}
     ]
     kept = {"device": "local-task", "passed": True, "rows": rows}
-    save(tmp_path / "results", "verify", manifest, kept)
+    save(tmp_path / "results", "verify", manifest, "cpu", kept)
     page = read(tmp_path)
     for words in (
         "1 bundle", "toy/cpu/b3 bf16 passed 1.00 GiB",
@@ -146,7 +146,7 @@ def test_the_page_says_what_is_known(tmp_path: Path) -> None:
         "max state difference 4.0e-06, 40% of the bound 1.0e-05, in prefill_8, layers.1.h",
         "reference 4 tokens after 2 prompts", "smallest margin 0.125",
         "cpu int8 456", "cpu bf16 123", "cpu int8 4,560",
-        "Verified on local-task: passed", "48 tokens equal", "emit x",
+        "Verified for cpu on local-task: passed", "48 tokens equal", "emit x",
     ):  # fmt: skip
         assert words in page.text, (words, page.text)
     assert manifest.state_bytes_per_slot == 2 * 4 + 2 * fake_device.CONTEXT * 4
@@ -156,8 +156,35 @@ def test_the_page_says_what_is_known(tmp_path: Path) -> None:
 def test_a_verification_of_another_bundle_is_not_told(tmp_path: Path) -> None:
     write_bundle(tmp_path, "toy/cpu/b3", made())
     kept = {"device": "local-task", "passed": True, "rows": []}
-    save(tmp_path / "results", "verify", made(weights="f16"), kept)
+    save(tmp_path / "results", "verify", made(weights="f16"), "cpu", kept)
     assert "Verified" not in read(tmp_path).text
+
+
+def test_of_several_targets_each_is_told(tmp_path: Path) -> None:
+    one = made()
+    gpu = dataclasses.replace(one.target, name="gpu", device="cuda", uri="cuda", cpu=None)
+    proof = dataclasses.replace(one.proof, status="not-run", reason="no device")
+    module = mf.FileRef("model.gpu.vmfb", "cd" * 32, 1)
+    both = dataclasses.replace(
+        one,
+        files=dataclasses.replace(one.files, alternatives=(module,)),
+        alternatives=(mf.Alternative(gpu, proof),),
+    )
+    (write_bundle(tmp_path, "toy/cpu+gpu/b3", both) / "build.log.jsonl").unlink()  # has none
+    kept = {"device": "cuda://0", "passed": True, "rows": []}
+    save(tmp_path / "results", "verify", both, "gpu", kept)
+    assert "outputs compared" not in read(tmp_path).text
+    write_bundle(tmp_path, "toy/cpu/b3", one)
+    page = read(tmp_path)
+    for words in (
+        "toy/cpu+gpu/b3 bf16 cpu: passed gpu: not-run 1.00 GiB",
+        "gpu: cuda; ",
+        "proof for cpu passed , fast flags outputs compared 24",
+        "proof for gpu not-run (no device), fast flags reference",
+        "Verified for gpu on cuda://0: passed",
+    ):
+        assert words in page.text, (words, page.text)
+    assert "not there" not in page.text
 
 
 def test_the_measurements_beside_other_runtimes(tmp_path: Path) -> None:
@@ -193,8 +220,10 @@ def test_all_that_is_told_stays_text(tmp_path: Path) -> None:
     with (place / "build.log.jsonl").open("a") as log:
         log.write(json.dumps(row) + "\n")
     rows = [{"what": EVIL, "ok": False, "detail": EVIL}]
-    save(tmp_path / "results", "verify", manifest, {"device": EVIL, "passed": 1, "rows": rows})
-    save(tmp_path / "results", "bench", manifest, bench(manifest, 5.0) | {"target": EVIL})
+    save(
+        tmp_path / "results", "verify", manifest, "cpu", {"device": EVIL, "passed": 1, "rows": rows}
+    )
+    save(tmp_path / "results", "bench", manifest, "cpu", bench(manifest, 5.0) | {"target": EVIL})
     (tmp_path / "results" / "<b>.json").write_text("no JSON")
     (tmp_path / "peers").write_text(
         json.dumps({"models": {EVIL: {"decode": {"1": {"ours f32": [1]}}}}})
@@ -241,11 +270,11 @@ def test_where_nothing_can_be_written_is_one_line(tmp_path: Path) -> None:
         report.write(tmp_path / "build")
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="cannot be written"):
-        save(tmp_path / "build" / "results", "bench", made(), {})
+        save(tmp_path / "build" / "results", "bench", made(), "cpu", {})
 
 
 def test_a_name_of_a_result_stays_in_its_directory() -> None:
-    name = file_name("bench", made("../../" + "x" * 300))
+    name = file_name("bench", made("../../" + "x" * 300), "cpu")
     assert "/" not in name and name.startswith("bench-.._.._xx") and len(name) < 255
 
 

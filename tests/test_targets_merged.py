@@ -201,7 +201,7 @@ def test_one_bundle_holds_both_modules_over_one_params_file(merged: Path) -> Non
 
 @pytest.mark.iree
 def test_every_command_picks_and_says_which_and_why(
-    merged: Path, capsys: pytest.CaptureFixture[str]
+    merged: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     manifest = mf.load(merged)
     best = V4 if host(manifest.targets[1].features) else V3
@@ -221,9 +221,11 @@ def test_every_command_picks_and_says_which_and_why(
     assert found["why"] == "the widest CPU level that this processor has"
     assert cli.main(["inspect", str(merged), "--target", V4]) == 0
     assert f"as asked for; there is also {V3}" in capsys.readouterr().out
-    words = ["bench", str(merged), "--json", "--rounds", "1", "--target", V3]
-    assert cli.main(words) == 0
+    words = ["bench", str(merged), "--json", "--rounds", "1", "--save", str(tmp_path)]
+    assert cli.main([*words, "--target", V3]) == 0
     assert json.loads(capsys.readouterr().out)["target"] == V3
+    (kept,) = tmp_path.iterdir()  # under the name of what ran
+    assert f"-{V3}-" in kept.name and json.loads(kept.read_text())["bundle"] == manifest.digest
     assert cli.main(["serve", str(merged), "--target", "v9", "--port", "0"]) == 1
     assert "target: found 'v9', expected one that the bundle has" in capsys.readouterr().err
 
@@ -236,7 +238,10 @@ def test_each_module_passes_verify(
     number = (V3, V4).index(name)
     if not host(mf.load(merged).targets[number].features):
         pytest.skip(f"this CPU is no {name}")
-    assert cli.main(["verify", str(merged), "--target", name]) == 0
+    kept = tmp_path / "kept"
+    assert cli.main(["verify", str(merged), "--target", name, "--save", str(kept)]) == 0
+    (found,) = (json.loads(file.read_text()) for file in kept.iterdir())
+    assert (found["target"], found["bundle"]) == (name, mf.load(merged).digest)
     out = capsys.readouterr().out
     assert f"model.{V3}.vmfb" in out and f"model.{V4}.vmfb" in out and "passed" in out
     copy = tmp_path / "copy"
@@ -245,6 +250,18 @@ def test_each_module_passes_verify(
     module.chmod(0o600)
     module.write_bytes(module.read_bytes() + b"x")  # also of the target that is not run
     assert cli.main(["verify", str(copy), "--target", name]) == 1
+
+
+@pytest.mark.iree
+def test_a_pulled_bundle_is_called_after_all_its_targets(
+    merged: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for bundle, called in ((merged, f"{V3}+{V4}"), (merged.parent.parent / V3 / SHAPE, V3)):
+        assert cli.main(["pull", str(bundle)]) == 0
+        name = f"{mf.load(bundle).model.name}-{called}-{SHAPE}"
+        assert mf.load(tmp_path / name) == mf.load(bundle)
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 @pytest.mark.iree
