@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from emit.errors import EmitError
+from emit.machine import pin
 from runtime.errors import shown
 
 if TYPE_CHECKING:
@@ -257,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
 def main(argv: list[str] | None = None) -> int:
     """Run one stage; a failure the user can act on is one line on stderr and exit code 1."""
     args = _parser().parse_args(argv)
-    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    pin(os.environ)
     try:
         args.out.mkdir(parents=True, exist_ok=True)
         args.run(args)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import ctypes
 import dataclasses
+import os
 import platform
 import re
 import sys
-from collections.abc import Collection, Sequence
+import uuid
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from runtime import manifest as mf
 from runtime.cpu import host_flags
@@ -23,15 +25,25 @@ from runtime.manifest import Manifest, TargetInfo
 
 IMITATED = ("llvmpipe", "lavapipe", "swiftshader")  # in the names of Vulkan devices that are CPUs
 EMULATED = {"qemu-aarch64": "aarch64"}
+GENERIC = {  # code for a family of AMD's GPUs → the architectures in it
+    "gfx9-generic": "gfx90[0-9c]",
+    "gfx9-4-generic": "gfx94[0-2]|gfx950",
+    "gfx10-1-generic": "gfx101[0-3]",
+    "gfx10-3-generic": "gfx103[0-6]",
+    "gfx11-generic": "gfx110[0-3]|gfx115[0-3]",
+    "gfx12-generic": "gfx120[01]",
+}
 _MACHINES = {"amd64": "x86_64", "arm64": "aarch64"}
 _MAJOR, _MINOR = 75, 76  # CUdevice_attribute: compute capability
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Here:
     """What this machine can run. `machine` as the system says it (x86_64), `features` the words of
     /proc/cpuinfo (None: unknown), `cuda` compute capabilities (90 for 9.0), `hip` architectures
-    (gfx942), `vulkan` names of devices, `metal` whether there is such a GPU."""
+    (gfx942), `vulkan` names of devices, `metal` whether there is such a GPU. Of several GPUs of a
+    kind only the one that would be opened counts: the driver's first, or the one asked for."""
 
     machine: str
     features: frozenset[str] | None
@@ -69,7 +81,7 @@ def pick(manifest: Manifest, wanted: str | None = None, device: str | None = Non
     """As `load`, of a manifest that was read."""
     if not manifest.alternatives and wanted in (None, manifest.target.name):
         return manifest
-    found, why = choose(manifest, here(manifest.targets), wanted, device)
+    found, why = choose(manifest, here(manifest.targets, device), wanted, device)
     others = ", ".join(t.name for t in manifest.targets if t.name != found.target.name)
     print(f"target {found.target.name}: {why} (there is also {others})", file=sys.stderr)
     return found
@@ -134,10 +146,7 @@ def fit(target: TargetInfo, here: Here) -> Fit:
         return _cuda(target, here.cuda)
     if target.device == "hip":
         arch = _flag(target, "iree-rocm-target")
-        known = ", ".join(here.hip) or "no such GPU"
-        if arch in here.hip:
-            return Fit((0, 0), f"compiled for this GPU's architecture, {arch}")
-        return Fit(None, f"for {arch}, here is {known}")
+        return _hip(arch or "no architecture", here.hip)
     if target.device == "metal":
         return Fit((1, 0), "an Apple GPU") if here.metal else Fit(None, "no such GPU is here")
     if target.device == "vulkan":
@@ -145,36 +154,48 @@ def fit(target: TargetInfo, here: Here) -> Fit:
     return _cpu(target, here)
 
 
+def _hip(arch: str, gpus: Sequence[str]) -> Fit:
+    """Code for an architecture, its features (`gfx90a:xnack-`) aside, or for a generic one."""
+    name = arch.partition(":")[0]
+    if name in gpus:
+        return Fit((0, 0), f"compiled for this GPU's architecture, {name}")
+    for gpu in gpus:
+        if re.fullmatch(GENERIC.get(name, "-"), gpu):
+            return Fit((1, 0), f"code of {name}, which this GPU ({gpu}) also runs")
+    return Fit(None, f"for {name}, here is {', '.join(gpus) or 'no such GPU'}")
+
+
 def _cuda(target: TargetInfo, gpus: Sequence[int]) -> Fit:
-    """PTX runs on its own architecture and all later ones; `sm_90a` and its like on one only."""
+    """PTX runs on its own architecture and all later ones; `sm_90a` and its like on one only,
+    `sm_100f` on the later ones of its family, 10."""
     word = re.fullmatch(r"sm_(\d+)([a-z]*)", _flag(target, "iree-cuda-target") or "")
     if word is None:
         return Fit(None, "its flags name no architecture")
     if not gpus:
         return Fit(None, "no NVIDIA GPU is here")
     code, meant = int(word[1]), re.search(r"sm_?(\d+)$", target.name)
-    own = {code, int(meant[1])} if meant else {code}
+    own = {code, int(meant[1])} if meant and not word[2] else {code}
     for gpu in gpus:
         if gpu in own and gpu >= code:
             return Fit((0, -code), f"compiled for this GPU's architecture, sm_{gpu}")
     for gpu in gpus:
-        if gpu > code and not word[2]:
+        alike = not word[2] or (word[2] == "f" and gpu // 10 == code // 10)
+        if gpu > code and alike:
             return Fit((1, -code), f"PTX of sm_{code}, which this GPU (sm_{gpu}) also runs")
     return Fit(None, f"for sm_{code}{word[2]}, here is {', '.join(f'sm_{gpu}' for gpu in gpus)}")
 
 
 def _vulkan(names: Sequence[str]) -> Fit:
-    real = [name for name in names if not any(word in name.lower() for word in IMITATED)]
-    if real:
-        return Fit((2, 0), f"Vulkan runs on {real[0]}")
-    if names:
+    if not names:
+        return Fit(None, "no Vulkan device is here")
+    if any(word in names[0].lower() for word in IMITATED):
         return Fit((4, 0), f"Vulkan runs on {names[0]}, which is a CPU")
-    return Fit(None, "no Vulkan device is here")
+    return Fit((2, 0), f"Vulkan runs on {names[0]}")
 
 
 def _cpu(target: TargetInfo, here: Here) -> Fit:
-    triple = _flag(target, "iree-llvmcpu-target-triple") or here.machine
     machine = _MACHINES.get(here.machine.lower(), here.machine)
+    triple = _flag(target, "iree-llvmcpu-target-triple") or machine
     if triple.partition("-")[0] != machine:
         return Fit(None, f"for {triple.partition('-')[0]}, here is {machine}")
     wanted = {feature.removeprefix("+") for feature in target.features}
@@ -204,23 +225,50 @@ def _on(target: TargetInfo, device: str | None) -> bool:
 # This machine ------------------------------------------------------------------------------------
 
 
-def here(targets: Collection[TargetInfo]) -> Here:
-    """This machine, as far as these targets make it matter."""
-    kinds = {target.device for target in targets}
+def here(targets: Collection[TargetInfo], device: str | None = None) -> Here:
+    """This machine, as far as these targets make it matter. `device`: the URI that was asked for;
+    without it, the targets' own say which GPU would be opened."""
+    uris = {target.device: target.uri for target in targets}
+    if device is not None and device.partition("://")[0] in uris:
+        uris[device.partition("://")[0]] = device
     cpuinfo = Path("/proc/cpuinfo")
     words = host_flags(cpuinfo.read_text(errors="replace")) if cpuinfo.exists() else None
+    nodes = Path("/sys/class/kfd/kfd/topology/nodes")
     return Here(
         machine=platform.machine(),
         features=None if words is None else frozenset(words),
-        cuda=_cuda_gpus() if "cuda" in kinds else (),
-        hip=hip_gpus(Path("/sys/class/kfd/kfd/topology/nodes")) if "hip" in kinds else (),
-        vulkan=_vulkan_devices() if "vulkan" in kinds else (),
+        cuda=opened(_cuda_gpus(), uris["cuda"]) if "cuda" in uris else (),
+        hip=opened(visible(hip_gpus(nodes), os.environ), uris["hip"]) if "hip" in uris else (),
+        vulkan=opened(_vulkan_devices(), uris["vulkan"]) if "vulkan" in uris else (),
         metal=sys.platform == "darwin",
     )
 
 
-def _cuda_gpus() -> tuple[int, ...]:
-    """Compute capabilities of the GPUs that NVIDIA's driver sees."""
+def opened(found: Sequence[tuple[str, T]], uri: str) -> tuple[T, ...]:
+    """Of GPUs as (path, fact), in the driver's order, the one that a URI such as `cuda`, `cuda://1`
+    or `cuda://GPU-…` opens; none if it is not there."""
+    path = uri.partition("://")[2].partition("?")[0].lower()
+    if path.isdecimal() and all(path != name.lower() for name, _ in found):
+        return tuple(fact for _, fact in found[int(path) : int(path) + 1])
+    right = [fact for name, fact in found if not path or name.lower() == path]
+    return tuple(right[:1])
+
+
+def visible(
+    found: Sequence[tuple[str, str]], environ: Mapping[str, str]
+) -> tuple[tuple[str, str], ...]:
+    """The AMD GPUs that a process sees, in its order, by the variables of ROCm."""
+    for name in ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        words = environ.get(name, "").split(",")
+        if words != [""]:
+            numbers = {path.lower(): i for i, (path, _) in enumerate(found)}
+            picks = [int(w) if w.isdecimal() else numbers.get(w.strip().lower(), -1) for w in words]
+            found = [found[i] for i in picks if 0 <= i < len(found)]
+    return tuple(found)
+
+
+def _cuda_gpus() -> tuple[tuple[str, int], ...]:
+    """(path in a device URI, compute capability) of the GPUs that NVIDIA's driver sees."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -231,29 +279,36 @@ def _cuda_gpus() -> tuple[int, ...]:
     found = []
     for number in range(count.value):
         device, major, minor = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
+        name = (ctypes.c_ubyte * 16)()
         failed = driver.cuDeviceGet(ctypes.byref(device), number)
         failed |= driver.cuDeviceGetAttribute(ctypes.byref(major), _MAJOR, device)
         failed |= driver.cuDeviceGetAttribute(ctypes.byref(minor), _MINOR, device)
+        failed |= driver.cuDeviceGetUuid(name, device)
         if not failed:
-            found.append(10 * major.value + minor.value)
+            path = f"GPU-{uuid.UUID(bytes=bytes(name))}"
+            found.append((path, 10 * major.value + minor.value))
     return tuple(found)
 
 
-def hip_gpus(nodes: Path) -> tuple[str, ...]:
-    """Architectures of the GPUs that AMD's kernel driver lists: 90402 is gfx942."""
+def hip_gpus(nodes: Path) -> tuple[tuple[str, str], ...]:
+    """(path in a device URI, architecture) of the GPUs that AMD's kernel driver lists, in the order
+    of their numbers: 90402 is gfx942."""
     found = []
-    for path in sorted(nodes.glob("*/properties")):
+    for path in sorted(nodes.glob("*/properties"), key=lambda path: (len(path.parent.name), path)):
         try:
-            word = re.search(r"^gfx_target_version (\d+)$", path.read_text(), re.MULTILINE)
+            facts = dict(re.findall(r"^(\w+) (\d+)$", path.read_text(), re.MULTILINE))
         except OSError:
             continue
-        if word and int(word[1]):
-            major, rest = divmod(int(word[1]), 10000)
-            found.append(f"gfx{major}{rest // 100:x}{rest % 100:x}")
+        if version := int(facts.get("gfx_target_version", 0)):
+            major, rest = divmod(version, 10000)
+            name = f"GPU-{int(facts.get('unique_id', 0)):016x}"
+            found.append((name, f"gfx{major}{rest // 100:x}{rest % 100:x}"))
     return tuple(found)
 
 
-def _vulkan_devices() -> tuple[str, ...]:
+def _vulkan_devices() -> tuple[tuple[str, str], ...]:
+    """(path in a device URI, URI and name) of the devices that Vulkan's loader lists."""
     from runtime.hal import available
 
-    return tuple(uri for uri in available() if uri.startswith("vulkan"))
+    uris = [uri for uri in available() if uri.startswith("vulkan")]
+    return tuple((uri.partition("://")[2].partition(" ")[0], uri) for uri in uris)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import bundles
@@ -20,6 +22,11 @@ ELSEWHERE = {
     "COLUMNS": "40",
     "USER": "somebody",
     "SOURCE_DATE_EPOCH": "1",
+    # None of these may reach what computes or compiles.
+    "XLA_FLAGS": "--xla_cpu_max_isa=SSE4_2",
+    "JAX_DEFAULT_MATMUL_PRECISION": "highest",
+    "JAX_ENABLE_X64": "1",
+    "OPENBLAS_CORETYPE": "Prescott",
 }
 TARGETS = ["cpu", *(pytest.param(t, marks=pytest.mark.slow) for t in ("cuda-sm121", "vulkan"))]
 
@@ -41,7 +48,10 @@ def build_elsewhere(target: str, home: Path) -> tuple[Path, Path]:
     shutil.copytree(bundles.checkpoint(NAME), copy)
     cwd, cache, temporary = home / "a långer name", home / "x", home / "tmp"
     temporary.mkdir()
-    env = {**ELSEWHERE, "HOME": str(home), "TMPDIR": str(temporary)}
+    headers = home / "include"
+    headers.mkdir()
+    (headers / "stdint.h").write_text("#error not this one")
+    env = {**ELSEWHERE, "HOME": str(home), "TMPDIR": str(temporary), "CPATH": str(headers)}
     words = ["build", f"model={copy}", f"target={target}", f"shape={SHAPE}"]
     done = bundles.doit(words, cwd, cache, env, umask=0o077, one_core=True)
     return bundles.built(done, cwd), cache
@@ -63,6 +73,30 @@ def test_emitted_text_module_and_bundle_are_the_same_bytes(target: str, tmp_path
         data = path.read_bytes()
         for word in (tmp_path, bundles.ROOT, bundles.home()):
             assert os.fsencode(word) not in data, (path.name, word)
+
+
+OTHER_CPU = """
+import hashlib, os
+from emit.machine import pin
+pin(os.environ)
+import jax, numpy as np
+rng = np.random.default_rng(0)
+for m, k, n in ((1, 768, 64), (5, 2048, 64), (64, 2048, 96)):
+    a, b = (rng.standard_normal((rows, k), np.float32) for rows in (m, n))
+    found = jax.jit(lambda a, b: jax.nn.softmax((a * jax.nn.silu(a)) @ b.T))(a, b)
+    print(hashlib.sha256(np.asarray(found).tobytes()).hexdigest())
+"""
+
+
+@pytest.mark.thorough  # a minute or two under qemu
+def test_jax_computes_the_same_bits_on_another_cpu() -> None:
+    """One with AVX2 alone and other caches, and one core; its products would differ by default."""
+    qemu = shutil.which("qemu-x86_64") or pytest.skip("no qemu-x86_64 here")
+    python = [sys.executable, "-c", OTHER_CPU]
+    env = {**os.environ, "PYTHONPATH": str(bundles.ROOT)}
+    runs = (python, ["taskset", "-c", str(min(os.sched_getaffinity(0))), *python], [qemu, "-cpu", "Haswell", *python])
+    found = [subprocess.run(r, env=env, capture_output=True, text=True).stdout for r in runs]
+    assert found[0].count("\n") == 3 and len(set(found)) == 1
 
 
 def test_another_graph_is_other_bytes() -> None:

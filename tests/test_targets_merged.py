@@ -46,10 +46,11 @@ CUDA = {
     name: gpu(name, "cuda", f"--iree-cuda-target=sm_{code}")
     for name, code in (
         ("cuda-sm80", "80"), ("cuda-sm89", "89"), ("cuda-sm90", "89"), ("cuda-sm120", "120"),
-        ("hopper", "90a"),
+        ("hopper", "90a"), ("cuda-sm100", "89a"), ("family", "100f"), ("cuda-sm121", "121"),
     )
 }  # fmt: skip
-HIP = {n: gpu(n, "hip", f"--iree-rocm-target={n[5:]}") for n in ("rocm-gfx942", "rocm-gfx1100")}
+ROCM = ("gfx942", "gfx1100", "gfx9-4-generic", "gfx11-generic", "gfx90a:xnack-")
+HIP = {f"rocm-{n}": gpu(f"rocm-{n}", "hip", f"--iree-rocm-target={n}") for n in ROCM}
 OTHER = {"vulkan": gpu("vulkan", "vulkan"), "metal": gpu("metal", "metal")}
 ALL = WIDE | CUDA | HIP | OTHER
 
@@ -82,7 +83,11 @@ CHOICES = [
     (("hopper", "v3"), machine(cuda=(90,)), "hopper", "this GPU's architecture, sm_90"),
     (EVERY, machine(cuda=(75,), vulkan=(RADV,)), "vulkan", f"Vulkan runs on {RADV}"),
     (EVERY, machine(vulkan=(LLVMPIPE,)), "v4", "the widest CPU level that this processor has"),
-    (EVERY, machine(vulkan=(LLVMPIPE, RADV)), "vulkan", f"Vulkan runs on {RADV}"),
+    (("family", "v3"), machine(cuda=(103,)), "family", "PTX of sm_100, which this GPU (sm_103)"),
+    (("family", "v3"), machine(cuda=(120,)), "v3", "widest CPU level"),
+    (("cuda-sm100", "v3"), machine(cuda=(100,)), "v3", "widest CPU level"),
+    (("cuda-sm120", "cuda-sm121"), machine(cuda=(121,)), "cuda-sm121", "architecture, sm_121"),
+    (("cuda-sm121", "vulkan"), machine(cuda=(120,), vulkan=(RADV,)), "vulkan", RADV),
     (EVERY, machine(set(), vulkan=(LLVMPIPE,)), "vulkan", "which is a CPU"),
     (EVERY, machine(AVX2), "v3", "the widest CPU level that this processor has"),
     (EVERY, machine(SSE), "v2", "the widest CPU level that this processor has"),
@@ -90,6 +95,9 @@ CHOICES = [
     (EVERY, Here("arm64", frozenset({"asimd"})), "arm", "the widest CPU level"),
     ((*HIP, "vulkan"), machine(hip=("gfx942",), vulkan=(RADV,)), "rocm-gfx942", "gfx942"),
     ((*HIP, "vulkan"), machine(hip=("gfx1030",), vulkan=(RADV,)), "vulkan", "Vulkan runs on"),
+    ((*HIP, "vulkan"), machine(hip=("gfx950",)), "rocm-gfx9-4-generic", "(gfx950) also runs"),
+    ((*HIP, "vulkan"), machine(hip=("gfx1151",)), "rocm-gfx11-generic", "code of gfx11-generic"),
+    ((*HIP, "vulkan"), machine(hip=("gfx90a",)), "rocm-gfx90a:xnack-", "architecture, gfx90a"),
     (("metal", "arm"), Here("arm64", None, metal=True), "metal", "an Apple GPU"),
 ]  # fmt: skip
 
@@ -142,9 +150,26 @@ def test_amd_gpus_are_read_from_what_the_driver_lists(tmp_path: Path) -> None:
     for number, word in enumerate(("0", "90402", "110000", "90010", "100306")):
         node = tmp_path / str(number)
         node.mkdir()
-        (node / "properties").write_text(f"cpu_cores_count 0\ngfx_target_version {word}\n")
-    assert targets.hip_gpus(tmp_path) == ("gfx942", "gfx1100", "gfx90a", "gfx1036")
+        text = f"cpu_cores_count 0\nunique_id {number}\ngfx_target_version {word}\n"
+        (node / "properties").write_text(text)
+    (tmp_path / "4").rename(tmp_path / "10")  # after 9, and not after 1
+    found = targets.hip_gpus(tmp_path)
+    assert [arch for _, arch in found] == ["gfx942", "gfx1100", "gfx90a", "gfx1036"]
+    assert found[2][0] == "GPU-0000000000000003"
     assert targets.hip_gpus(tmp_path / "absent") == ()
+    assert targets.visible(found, {}) == found
+    environ = {"ROCR_VISIBLE_DEVICES": "3,GPU-0000000000000001", "HIP_VISIBLE_DEVICES": "1"}
+    assert targets.visible(found, environ) == (found[0],)
+
+
+def test_of_several_gpus_the_one_that_is_opened_counts() -> None:
+    found = (("GPU-aa", 80), ("GPU-bb", 90))
+    for uri, gpus in (
+        ("cuda", (80,)), ("cuda://0", (80,)), ("cuda://1", (90,)), ("cuda://2", ()),
+        ("cuda://GPU-BB", (90,)), ("cuda://GPU-cc", ()), ("cuda://1?x=y", (90,)),
+    ):  # fmt: skip
+        assert targets.opened(found, uri) == gpus
+    assert targets.choose(many("cuda-sm90", "v3"), machine(cuda=(80,)))[0].target.name == "v3"
 
 
 def test_targets_that_store_weights_otherwise_are_refused_before_any_work(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -30,6 +31,11 @@ FLAGS = (
     *("-fno-stack-protector", "-fno-unwind-tables", "-fno-asynchronous-unwind-tables"),
     *("-Wall", "-Wextra", "-Werror"),
 )
+# What of the environment reaches the compiler: others, such as CPATH, would change what it makes.
+_ENVIRONMENT = (
+    *("PATH", "PYTHONPATH", "HOME", "TMPDIR", "XDG_CACHE_HOME", "LD_LIBRARY_PATH", "SYSTEMROOT"),
+    *("ZIG_GLOBAL_CACHE_DIR", "ZIG_LOCAL_CACHE_DIR"),
+)
 
 
 def sources() -> list[Path]:
@@ -47,7 +53,10 @@ def build(level: str, out: Path) -> Path:
         *(sys.executable, "-m", "ziglang", "cc", *LEVELS[level], *FLAGS),
         *("-I", str(Path(__file__).parent), "-x", "c", "-c", "-", "-o", OBJECT),
     ]
-    done = subprocess.run(command, input="".join(lines), cwd=out, capture_output=True, text=True)
+    environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
+    done = subprocess.run(
+        command, input="".join(lines), cwd=out, env=environment, capture_output=True, text=True
+    )
     if done.returncode != 0:
         said = [line for line in done.stderr.splitlines() if line.strip()]
         first = next((line for line in said if "error:" in line), said[0] if said else "no output")
