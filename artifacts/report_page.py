@@ -10,9 +10,8 @@ from xml.etree.ElementTree import Element
 
 from artifacts import report_plots as plots
 from artifacts.markup import Child, tag
-from runtime.manifest import DTYPE_BYTES, Manifest
+from runtime.manifest import DTYPE_BYTES, FileRef, Manifest, Proof
 from runtime.progress import clock, sized
-from runtime.targets import view
 
 if TYPE_CHECKING:
     from artifacts.report import Bundle, Found
@@ -128,22 +127,23 @@ def _weights(made: Manifest) -> str:
     return made.numerics.quantization or made.numerics.weights
 
 
-def _parts(made: Manifest) -> list[Manifest]:
-    """The bundle for each of its targets alone."""
-    return [view(made, number) for number in range(len(made.targets))]
+def _proofs(made: Manifest) -> list[tuple[str, Proof, FileRef]]:
+    """Of each target its name, proof and module."""
+    proofs = (made.proof, *(other.proof for other in made.alternatives))
+    modules = (made.files.module, *made.files.alternatives)
+    names = (target.name for target in made.targets)
+    return list(zip(names, proofs, modules, strict=True))
 
 
 def _statuses(made: Manifest) -> Child:
     """The proof's status, of several targets each with its name."""
     if not made.alternatives:
-        return _status(made)
-    return [tag("div", f"{part.target.name}: ", _status(part)) for part in _parts(made)]
+        return _status(made.proof)
+    return [tag("div", f"{name}: ", _status(proof)) for name, proof, _ in _proofs(made)]
 
 
-def _status(part: Manifest) -> Element:
-    status = part.proof.status
-    kind = "good" if status == "passed" else "soft"
-    return tag("span", status, class_=kind)
+def _status(proof: Proof) -> Element:
+    return tag("span", proof.status, class_="good" if proof.status == "passed" else "soft")
 
 
 def _plots(title: str, made: Iterable[tuple[str, Element]], more: Child = None) -> Child:
@@ -220,13 +220,13 @@ def _state(made: Manifest) -> Element:
 def _parity(bundle: Bundle, made: Manifest, found: Found) -> Element:
     """The proofs, what they measured, and the reference that devices are compared with."""
     rows: list[Sequence[Child]] = []
-    for part in _parts(made):
-        why = f" ({part.proof.reason})" if part.proof.reason else ""
-        name = f"proof for {part.target.name}" if made.alternatives else "proof"
-        rows.append([name, tag("span", _status(part), f"{why}, {part.proof.flags} flags")])
-        # The modules of several targets were proved when the bundles for one were built.
-        log = [row for other in found.bundles for row in other.log] + bundle.log
-        measured = _proved(log, part) if part.proof.status == "passed" else {}
+    # The modules of several targets were proved when the bundles for one were built.
+    log = [row for other in found.bundles for row in other.log] + bundle.log
+    for target, proof, module in _proofs(made):
+        why = f" ({proof.reason})" if proof.reason else ""
+        name = f"proof for {target}" if made.alternatives else "proof"
+        rows.append([name, tag("span", _status(proof), f"{why}, {proof.flags} flags")])
+        measured = _proved(log, module, made.files.params) if proof.status == "passed" else {}
         if isinstance(measured.get("worst"), dict):
             rows.append(["outputs compared", f"{measured.get('compared', 0)}"])
             rows += _largest(measured["worst"])
@@ -239,14 +239,15 @@ def _parity(bundle: Bundle, made: Manifest, found: Found) -> Element:
     return tag("div", tag("h3", "Parity with JAX"), table(("", ""), rows))
 
 
-def _proved(log: Sequence[Mapping[str, Any]], made: Manifest) -> Mapping[str, Any]:
+def _proved(
+    log: Sequence[Mapping[str, Any]], module: FileRef, params: FileRef | None
+) -> Mapping[str, Any]:
     """The log's row of the proof of this very module with these parameters; {} if it is not there.
 
     A log also tells of what was in its place before, with other weights.
     """
-    params = made.files.params
     for row in reversed(log):
-        same = row["stage"] == "proof" and row.get("module") == made.files.module.sha256
+        same = row["stage"] == "proof" and row.get("module") == module.sha256
         if same and (params is None or row.get("params") == params.sha256):
             return row
     return {}

@@ -151,7 +151,7 @@ def test_the_program_of_the_walkthrough_writes_what_the_reference_says(tmp_path:
     for bundle in (handed, several):
         about = manifest.load(bundle)
         run(of(header, bundle, "cpu"), tmp_path)
-        run(f"[ -d build ] || {set_up}; {build}", tmp_path)
+        run(f"[ -d out ] || {set_up}; {build}", tmp_path)
         for prompt in reference.load(bundle / "reference.json", about.rebuild).prompts:
             words = f"{len(prompt.generated)} {' '.join(map(str, prompt.tokens))}"
             assert "8 1 2 3 4 5" in go
