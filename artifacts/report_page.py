@@ -10,7 +10,7 @@ from xml.etree.ElementTree import Element
 
 from artifacts import report_plots as plots
 from artifacts.markup import Child, tag
-from runtime.manifest import DTYPE_BYTES, Manifest
+from runtime.manifest import DTYPE_BYTES, Manifest, Proof
 from runtime.progress import clock, sized
 
 if TYPE_CHECKING:
@@ -128,9 +128,20 @@ def _weights(made: Manifest) -> str:
 
 
 def _status(made: Manifest) -> Element:
-    status = made.proof.status
-    kind = "good" if status == "passed" else "soft"
-    return tag("span", status, class_=kind)
+    """The proof's, of each target where there are several."""
+    found = [_proof(proof.status) for proof in _proofs(made)]
+    if len(found) == 1:
+        return found[0]
+    named = zip(made.targets, found, strict=True)
+    return tag("span", [tag("span", f"{target.name}: ", word, tag("br")) for target, word in named])
+
+
+def _proof(status: str) -> Element:
+    return tag("span", status, class_="good" if status == "passed" else "soft")
+
+
+def _proofs(made: Manifest) -> list[Proof]:
+    return [made.proof, *(other.proof for other in made.alternatives)]
 
 
 def _plots(title: str, made: Iterable[tuple[str, Element]], more: Child = None) -> Child:
@@ -163,10 +174,12 @@ def _bundle(bundle: Bundle, found: Found) -> Element:
     parts: list[Child] = [tag("h2", bundle.path)]
     if made is not None:
         revision = f" @ {made.model.revision[:12]}" if made.model.revision else ""
-        cpu = f", CPU {made.target.cpu}" if made.target.cpu else ""
+        cpus = [f", CPU {target.cpu}" if target.cpu else "" for target in made.targets]
+        named = zip(made.targets, cpus, strict=True)
+        targets = "; ".join(f"{target.name}: {target.uri}{cpu}" for target, cpu in named)
         about = (
-            f"{made.model.family} from {made.model.source}{revision}; {made.target.name}: "
-            f"{made.target.uri}{cpu}; IREE {made.target.compiler}; {made.shape.slots} slots, "
+            f"{made.model.family} from {made.model.source}{revision}; {targets}; "
+            f"IREE {made.target.compiler}; {made.shape.slots} slots, "
             f"chunks of {', '.join(map(str, made.shape.chunks))}; digest "
         )
         parts.append(tag("p", about, tag("code", made.digest[:16])))
@@ -205,13 +218,16 @@ def _state(made: Manifest) -> Element:
 
 def _parity(bundle: Bundle, made: Manifest) -> Element:
     """The proof, what it measured, and the reference that devices are compared with."""
-    proof, rows = made.proof, []
-    why = f" ({proof.reason})" if proof.reason else ""
-    rows.append(["proof", tag("span", _status(made), f"{why}, {proof.flags} flags")])
-    measured = _proved(bundle.log, made) if proof.status == "passed" else {}
-    if isinstance(measured.get("worst"), dict):
-        rows.append(["outputs compared", f"{measured.get('compared', 0)}"])
-        rows += _largest(measured["worst"])
+    rows: list[list[Child]] = []
+    modules = (made.files.module, *made.files.alternatives)
+    for target, proof, module in zip(made.targets, _proofs(made), modules, strict=True):
+        why = f" ({proof.reason})" if proof.reason else ""
+        name = f"proof, {target.name}" if made.alternatives else "proof"
+        rows.append([name, tag("span", _proof(proof.status), f"{why}, {proof.flags} flags")])
+        measured = _proved(bundle.log, made, module.sha256) if proof.status == "passed" else {}
+        if isinstance(measured.get("worst"), dict):
+            rows.append(["outputs compared", f"{measured.get('compared', 0)}"])
+            rows += _largest(measured["worst"])
     if bundle.reference is not None and bundle.reference.prompts:
         prompts = bundle.reference.prompts
         count = sum(len(prompt.generated) for prompt in prompts)
@@ -221,14 +237,15 @@ def _parity(bundle: Bundle, made: Manifest) -> Element:
     return tag("div", tag("h3", "Parity with JAX"), table(("", ""), rows))
 
 
-def _proved(log: Sequence[Mapping[str, Any]], made: Manifest) -> Mapping[str, Any]:
-    """The log's row of the proof of this very module with these parameters; {} if it is not there.
+def _proved(log: Sequence[Mapping[str, Any]], made: Manifest, module: str) -> Mapping[str, Any]:
+    """The log's row of the proof of the module of this sha256 with the bundle's parameters; {} if
+    it is not there.
 
     The log of a place also tells of what was there before, with other weights.
     """
     params = made.files.params
     for row in reversed(log):
-        same = row["stage"] == "proof" and row.get("module") == made.files.module.sha256
+        same = row["stage"] == "proof" and row.get("module") == module
         if same and (params is None or row.get("params") == params.sha256):
             return row
     return {}
@@ -292,7 +309,7 @@ def _verified(found: Mapping[str, Any]) -> Element:
         for row in found["rows"]
     ]
     return tag(
-        "details", tag("summary", f"Verified on {found['device']}: ", words),
+        "details", tag("summary", f"Verified on {found['device']} ({found['target']}): ", words),
         table(("compared", "found"), rows),
     )  # fmt: skip
 

@@ -13,28 +13,38 @@ from runtime.errors import UserError
 from runtime.manifest import Manifest
 
 
-def file_name(kind: str, manifest: Manifest) -> str:
-    """`bench-mamba2-cpu-b4-p32+256-bf16.json`."""
-    words = (manifest.model.name, manifest.target.name, manifest.shape.name)
+def file_name(kind: str, manifest: Manifest, whole: Manifest | None = None) -> str:
+    """`bench-mamba2-cpu-b4-p32+256-bf16.json`; `A+B.A` of a bundle for two targets."""
+    target = manifest.target.name
+    if whole is not None and whole.alternatives:
+        target = f"{'+'.join(each.name for each in whole.targets)}.{target}"
+    words = (manifest.model.name, target, manifest.shape.name)
     name = "-".join((kind, *words, manifest.numerics.quantization or manifest.numerics.weights))
     return re.sub(r"[^\w.+-]", "_", name)[:200] + ".json"
 
 
-def save(directory: Path, kind: str, manifest: Manifest, found: Mapping[str, Any]) -> Path:
+def save(
+    directory: Path,
+    kind: str,
+    manifest: Manifest,
+    found: Mapping[str, Any],
+    whole: Manifest | None = None,
+) -> Path:
     """Write `found` (JSON) about a bundle under `directory`; a file of the same name goes.
 
-    Its digest and its words are added. Raises UserError if nothing can be written there.
+    Its digest and its words are added; `whole` is the bundle's manifest where `manifest` is that
+    for one of its targets. Raises UserError if nothing can be written there.
     """
     content = {
         "kind": kind,
-        "bundle": manifest.digest,
+        "bundle": (whole or manifest).digest,
         "model": manifest.model.name,
         "target": manifest.target.name,
         "shape": manifest.shape.name,
         "weights": manifest.numerics.quantization or manifest.numerics.weights,
         **found,
     }
-    path = directory / file_name(kind, manifest)
+    path = directory / file_name(kind, manifest, whole)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         directory.mkdir(parents=True, exist_ok=True)
