@@ -69,6 +69,8 @@ def make_jobs(given: dict[str, str | None]) -> list[Job]:
     if len(set(words)) != len(words):
         raise UserError(f"target={given['target']}: a target is named twice: name each once")
     jobs = [make_job({**given, "target": word}) for word in words]
+    if len({job.target.name for job in jobs}) != len(jobs):
+        raise UserError(f"target={given['target']}: two targets of one name: rename one's file")
     merge.check_jobs(jobs)
     return jobs
 
@@ -93,11 +95,16 @@ except UserError as error:
     sys.exit(report(error))
 
 
+def only_one_build() -> None:
+    """UserError where the words select several."""
+    if SEVERAL:
+        raise UserError(f"the words select several builds; only {' and '.join(MANY)} take them")
+
+
 @cache
 def builder() -> plan.Plan:
     """The stages of this run. UserError where the words select several."""
-    if SEVERAL:
-        raise UserError(f"the words select several builds; only {' and '.join(MANY)} take them")
+    only_one_build()
     return plan.Plan(Store(default_root(), remote=from_environment()), JOB, BUILD)
 
 
@@ -271,11 +278,12 @@ def task_plan():
     def show() -> None:
         from artifacts import estimate
 
+        only_one_build()
         with Looking(default_root(), remote=from_environment()) as cache:
             for job in JOBS:
                 print("\n".join(estimate.report(plan.Plan(cache, job, BUILD), cache)))
         if len(JOBS) > 1:
-            print("what these targets have in common is run once")
+            print("what several targets have in common runs once; their bundle only links files")
 
     return {"actions": [action(show)]}
 

@@ -22,6 +22,7 @@ from artifacts.tools import versions
 from runtime import manifest as manifest_file
 from runtime.errors import UserError
 from runtime.manifest import BuildInfo, FileRef, Manifest
+from runtime.place import UNLISTED
 
 PACKAGES = (
     "iree-base-compiler", "iree-base-runtime", "jax", "jaxlib", "ml-dtypes", "numpy", "scanwright",
@@ -241,7 +242,8 @@ def replace_whole(directory: Path, write: Callable[[Path], None]) -> None:
     that has the old one open keeps it.
 
     At no time is there a bundle that opens and is wrong: the new one is complete before it gets its
-    name, and between the two renames there is none. Leftovers of killed builds are swept.
+    name, and between the two renames there is none. Leftovers of killed builds are swept. The build
+    log goes on, and a signature stays where the new manifest is the one that was signed.
     """
     with explained(directory):
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -257,14 +259,20 @@ def replace_whole(directory: Path, write: Callable[[Path], None]) -> None:
         raise
     with explained(directory):
         if directory.exists():
-            log = directory / buildlog.FILE_NAME
-            if log.is_file():
-                shutil.copy2(log, new / buildlog.FILE_NAME)
+            for name in (buildlog.FILE_NAME, *(UNLISTED if _alike(new, directory) else ())):
+                if (directory / name).is_file():
+                    shutil.copy2(directory / name, new / name)
             directory.rename(old)
         new.rename(directory)
         sync(directory.parent)
         if old.exists():
             _discard(old)
+
+
+def _alike(one: Path, two: Path) -> bool:
+    """Whether two bundles have one manifest, and so the same bytes, or should."""
+    path = two / manifest_file.FILE_NAME
+    return path.is_file() and path.read_bytes() == (one / manifest_file.FILE_NAME).read_bytes()
 
 
 def _discard(directory: Path) -> None:

@@ -63,7 +63,7 @@ def merge(bundles: Sequence[Path], build: Path) -> Path:
     names = [target.name for target in made.targets]
     directory = place(build, made.model.name, names, made.shape.name)
     with locked(build / ".lock", waiting_for=f"another build that writes into {build}"):
-        if not _right(directory, made):
+        if not _right(directory, made, sources):
             replace_whole(directory, partial(_write, made, sources, document))
     return directory
 
@@ -148,16 +148,21 @@ def _modules(manifest: Manifest) -> tuple[FileRef, ...]:
     return (manifest.files.module, *manifest.files.alternatives)
 
 
-def _right(directory: Path, made: Manifest) -> bool:
-    """Whether the bundle is there, with every byte as it should be."""
+def _right(directory: Path, made: Manifest, sources: dict[str, Path]) -> bool:
+    """Whether the bundle is there, each file the one it was linked to, or equal to it."""
     try:
         path = directory / manifest_file.FILE_NAME
         if path.read_text(encoding="utf-8") != manifest_file.dumps(made):
             return False
-        refs = made.files.all()
-        return all(hash_file(directory / ref.path) == (ref.sha256, ref.size) for ref in refs)
+        return all(_same(directory / ref.path, ref, sources) for ref in made.files.all())
     except (OSError, UnicodeDecodeError):
         return False
+
+
+def _same(path: Path, ref: FileRef, sources: dict[str, Path]) -> bool:
+    if ref.path in sources and path.samefile(sources[ref.path]):
+        return True
+    return hash_file(path) == (ref.sha256, ref.size)
 
 
 def _write(made: Manifest, sources: dict[str, Path], document: bytes, out: Path) -> None:

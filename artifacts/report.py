@@ -92,12 +92,19 @@ def _bundle(build: Path, place: Path) -> Bundle:
             found.reference = reference_file.load(place / ref.path, found.manifest.rebuild)
     except (UserError, OSError) as error:
         found.problems.append(str(error))
-    log = place / buildlog.FILE_NAME
-    if log.is_file():
-        found.log = list(_rows(log, found.problems))
-    elif found.manifest is None or not found.manifest.alternatives:  # those are put together
+    logs = [log / buildlog.FILE_NAME for log in _logged(place, found.manifest)]
+    found.log = [row for log in logs if log.is_file() for row in _rows(log, found.problems)]
+    if not any(log.is_file() for log in logs):
         found.problems.append(f"{buildlog.FILE_NAME}: not there: no times are known")
     return found
+
+
+def _logged(place: Path, manifest: Manifest | None) -> list[Path]:
+    """Where the logs are: that of a bundle for several targets is those of the bundles it is of."""
+    if manifest is None or not manifest.alternatives:
+        return [place]
+    names = [target.name for target in manifest.targets]
+    return [place, *(place.parent.parent / name / place.name for name in names)]
 
 
 def _rows(path: Path, problems: list[str]) -> Iterator[dict[str, Any]]:

@@ -10,7 +10,7 @@ from xml.etree.ElementTree import Element
 
 from artifacts import report_plots as plots
 from artifacts.markup import Child, tag
-from runtime.manifest import DTYPE_BYTES, FileRef, Manifest, Proof
+from runtime.manifest import DTYPE_BYTES, Manifest, Proof
 from runtime.progress import clock, sized
 
 if TYPE_CHECKING:
@@ -127,23 +127,21 @@ def _weights(made: Manifest) -> str:
     return made.numerics.quantization or made.numerics.weights
 
 
-def _proofs(made: Manifest) -> list[tuple[str, Proof, FileRef]]:
-    """Of each target its name, proof and module."""
-    proofs = (made.proof, *(other.proof for other in made.alternatives))
-    modules = (made.files.module, *made.files.alternatives)
-    names = (target.name for target in made.targets)
-    return list(zip(names, proofs, modules, strict=True))
+def _status(made: Manifest) -> Element:
+    """The proof's, of each target where there are several."""
+    found = [_proof(proof.status) for proof in _proofs(made)]
+    if len(found) == 1:
+        return found[0]
+    named = zip(made.targets, found, strict=True)
+    return tag("span", [tag("span", f"{target.name}: ", word, tag("br")) for target, word in named])
 
 
-def _statuses(made: Manifest) -> Child:
-    """The proof's status, of several targets each with its name."""
-    if not made.alternatives:
-        return _status(made.proof)
-    return [tag("div", f"{name}: ", _status(proof)) for name, proof, _ in _proofs(made)]
+def _proof(status: str) -> Element:
+    return tag("span", status, class_="good" if status == "passed" else "soft")
 
 
-def _status(proof: Proof) -> Element:
-    return tag("span", proof.status, class_="good" if proof.status == "passed" else "soft")
+def _proofs(made: Manifest) -> list[Proof]:
+    return [made.proof, *(other.proof for other in made.alternatives)]
 
 
 def _plots(title: str, made: Iterable[tuple[str, Element]], more: Child = None) -> Child:
@@ -177,9 +175,10 @@ def _bundle(bundle: Bundle, found: Found) -> Element:
     if made is not None:
         revision = f" @ {made.model.revision[:12]}" if made.model.revision else ""
         cpus = [f", CPU {target.cpu}" if target.cpu else "" for target in made.targets]
-        named = [f"{t.name}: {t.uri}{cpu}; " for t, cpu in zip(made.targets, cpus, strict=True)]
+        named = zip(made.targets, cpus, strict=True)
+        targets = "; ".join(f"{target.name}: {target.uri}{cpu}" for target, cpu in named)
         about = (
-            f"{made.model.family} from {made.model.source}{revision}; {''.join(named)}"
+            f"{made.model.family} from {made.model.source}{revision}; {targets}; "
             f"IREE {made.target.compiler}; {made.shape.slots} slots, "
             f"chunks of {', '.join(map(str, made.shape.chunks))}; digest "
         )
@@ -217,16 +216,15 @@ def _state(made: Manifest) -> Element:
     return tag("div", tag("h3", "State"), table(heads, rows, 2))
 
 
-def _parity(bundle: Bundle, made: Manifest, found: Found) -> Element:
-    """The proofs, what they measured, and the reference that devices are compared with."""
-    rows: list[Sequence[Child]] = []
-    # The modules of several targets were proved when the bundles for one were built.
-    log = [row for other in found.bundles for row in other.log] + bundle.log
-    for target, proof, module in _proofs(made):
+def _parity(bundle: Bundle, made: Manifest) -> Element:
+    """The proof, what it measured, and the reference that devices are compared with."""
+    rows: list[list[Child]] = []
+    modules = (made.files.module, *made.files.alternatives)
+    for target, proof, module in zip(made.targets, _proofs(made), modules, strict=True):
         why = f" ({proof.reason})" if proof.reason else ""
-        name = f"proof for {target}" if made.alternatives else "proof"
-        rows.append([name, tag("span", _status(proof), f"{why}, {proof.flags} flags")])
-        measured = _proved(log, module, made.files.params) if proof.status == "passed" else {}
+        name = f"proof, {target.name}" if made.alternatives else "proof"
+        rows.append([name, tag("span", _proof(proof.status), f"{why}, {proof.flags} flags")])
+        measured = _proved(bundle.log, made, module.sha256) if proof.status == "passed" else {}
         if isinstance(measured.get("worst"), dict):
             rows.append(["outputs compared", f"{measured.get('compared', 0)}"])
             rows += _largest(measured["worst"])
@@ -239,15 +237,14 @@ def _parity(bundle: Bundle, made: Manifest, found: Found) -> Element:
     return tag("div", tag("h3", "Parity with JAX"), table(("", ""), rows))
 
 
-def _proved(
-    log: Sequence[Mapping[str, Any]], module: FileRef, params: FileRef | None
-) -> Mapping[str, Any]:
-    """The log's row of the proof of this very module with these parameters; {} if it is not there.
+def _proved(log: Sequence[Mapping[str, Any]], made: Manifest, module: str) -> Mapping[str, Any]:
+    """The log's row of the proof of the module of this sha256 with the bundle's parameters; {} if
+    it is not there.
 
     A log also tells of what was in its place before, with other weights.
     """
     for row in reversed(log):
-        same = row["stage"] == "proof" and row.get("module") == module.sha256
+        same = row["stage"] == "proof" and row.get("module") == module
         if same and (params is None or row.get("params") == params.sha256):
             return row
     return {}
@@ -311,7 +308,7 @@ def _verified(found: Mapping[str, Any]) -> Element:
         for row in found["rows"]
     ]
     return tag(
-        "details", tag("summary", f"Verified for {found['target']} on {found['device']}: ", words),
+        "details", tag("summary", f"Verified on {found['device']} ({found['target']}): ", words),
         table(("compared", "found"), rows),
     )  # fmt: skip
 

@@ -8,6 +8,7 @@ directory lies on this machine: a recipe of the model's name does, or the word m
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,9 @@ _CPU_FLAGS = {
     "--iree-llvmcpu-target-cpu": "name",
     "--iree-llvmcpu-target-cpu-features": "features",
 }
+_NAME = re.compile(r"(?!\.)[^/\\\0-\x1f]{1,200}")
+_FLAG = re.compile(r"--iree-[a-z0-9-]+(=[\w.,:+-]*)?", re.ASCII)
+_REACHES = re.compile("path|file|dump|plugin|linker|load|save|trace|output")
 
 
 @dataclass(frozen=True)
@@ -89,10 +93,30 @@ def reproduce(bundle: Path, find_model: Callable[[str], Model]) -> Iterator[Comp
             f"{bundle}/manifest.json: build: null, or target.recipe is: the bundle was made by"
             " hand, expected one of doit build"
         )
+    check_words(bundle, manifest)
     check_versions(bundle, manifest.build)
     store = Store(default_root())
     with store.using(), store.scratch() as root:
         yield from compare(bundle, manifest, _again(manifest, find_model, root))
+
+
+def check_words(bundle: Path, manifest: Manifest) -> None:
+    """Raise UserError for names and flags that would reach out of the build: whoever made the
+    manifest may not be whoever makes it again."""
+    names = [manifest.model.name, manifest.shape.name, *(t.name for t in manifest.targets)]
+    if wrong := [name for name in names if not _NAME.fullmatch(name)]:
+        raise UserError(
+            f"{bundle}/manifest.json: found {wrong[0]!a}, expected names of model, target and shape"
+            " that are plain file names: do not build it"
+        )
+    flags = [flag for target in manifest.targets for flag in target.flags]
+    for recipe in map(_recipe, manifest.targets):
+        flags += [flag for some in (recipe.flags, *recipe.safe_flags) for flag in some]
+    if wrong := [flag for flag in flags if not _FLAG.fullmatch(flag) or _REACHES.search(flag)]:
+        raise UserError(
+            f"{bundle}/manifest.json: target.flags: {wrong[0]!a}, expected flags that name no file"
+            " and no program: build it by its recipe if you trust it"
+        )
 
 
 def check_versions(bundle: Path, build: BuildInfo) -> None:

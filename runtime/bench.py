@@ -55,7 +55,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"random-params: found seed {args.random_params}, expected 0 or more")
     found = bench(args.bundle, args.device, args.random_params, args.rounds, target=args.target)
     if args.save is not None:
-        save(args.save, "bench", mf.load(args.bundle), found["target"], found)
+        whole = mf.load(args.bundle)
+        save(args.save, "bench", targets.named(args.bundle, found["target"]), found, whole)
     print(json.dumps(found, indent=1) if args.json else render(found))
     return 0
 

@@ -290,7 +290,7 @@ def _check_digest(where: str, text: bytes, digest: str | None) -> None:
 
 
 def _default(manifest: mf.Manifest) -> Path:
-    targets = "+".join(target.name for target in manifest.targets)  # as under build/
+    targets = "+".join(target.name for target in manifest.targets)
     words = (manifest.model.name, targets, manifest.shape.name)
     if not all(_PLAIN_NAME.fullmatch(word) for word in words):
         raise UserError(f"manifest.json: model, target and shape {words!a} make no file name;"

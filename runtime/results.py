@@ -13,31 +13,38 @@ from runtime.errors import UserError
 from runtime.manifest import Manifest
 
 
-def file_name(kind: str, manifest: Manifest, target: str) -> str:
-    """`bench-mamba2-cpu-b4-p32+256-bf16.json`."""
+def file_name(kind: str, manifest: Manifest, whole: Manifest | None = None) -> str:
+    """`bench-mamba2-cpu-b4-p32+256-bf16.json`; `A+B.A` of a bundle for two targets."""
+    target = manifest.target.name
+    if whole is not None and whole.alternatives:
+        target = f"{'+'.join(each.name for each in whole.targets)}.{target}"
     words = (manifest.model.name, target, manifest.shape.name)
     name = "-".join((kind, *words, manifest.numerics.quantization or manifest.numerics.weights))
     return re.sub(r"[^\w.+-]", "_", name)[:200] + ".json"
 
 
 def save(
-    directory: Path, kind: str, manifest: Manifest, target: str, found: Mapping[str, Any]
+    directory: Path,
+    kind: str,
+    manifest: Manifest,
+    found: Mapping[str, Any],
+    whole: Manifest | None = None,
 ) -> Path:
     """Write `found` (JSON) about a bundle under `directory`; a file of the same name goes.
 
-    `target` is the one of the bundle's that ran. The bundle's digest and words are added. Raises
-    UserError if nothing can be written there.
+    Its digest and its words are added; `whole` is the bundle's manifest where `manifest` is that
+    for one of its targets. Raises UserError if nothing can be written there.
     """
     content = {
         "kind": kind,
-        "bundle": manifest.digest,
+        "bundle": (whole or manifest).digest,
         "model": manifest.model.name,
         "target": target,
         "shape": manifest.shape.name,
         "weights": manifest.numerics.quantization or manifest.numerics.weights,
         **found,
     }
-    path = directory / file_name(kind, manifest, target)
+    path = directory / file_name(kind, manifest, whole)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -11,6 +11,7 @@ import base64
 import contextlib
 import importlib
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from runtime.errors import UserError
 from runtime.verify import check_files
 
 SIGNATURE = "model.sig"
+_NEW = f".{SIGNATURE}.new"
 UNSIGNED = (SIGNATURE, "build.log.jsonl")
 MAX_SIGNATURE_BYTES = 16 << 20
 _CURVES = "P-256, P-384 or P-521"
@@ -28,9 +30,15 @@ _CURVES = "P-256, P-384 or P-521"
 def sign(bundle: Path, key: Path) -> Path:
     """Write `model.sig` into the bundle with the private key in the PEM file `key`; its path.
 
-    Raises UserError: a bundle that is damaged, a key that cannot be used, no package.
+    Raises UserError: a bundle that is damaged or has files that its manifest does not list (they
+    would not travel with it), a key that cannot be used, no package.
     """
     manifest = mf.load(bundle)
+    listed = {ref.path for ref in manifest.files.all()} | {mf.FILE_NAME, *UNSIGNED, _NEW}
+    there = (path for path in sorted(bundle.rglob("*")) if path.is_symlink() or not path.is_dir())
+    if more := [str(path) for path in there if path.relative_to(bundle).as_posix() not in listed]:
+        raise UserError(f"{more[0]}: not a file of the bundle's manifest, expected no other: remove"
+                        " it")  # fmt: skip
     for row in check_files(bundle, manifest):
         if not row.ok:
             raise UserError(f"{bundle / row.what}: {row.detail}; rebuild: {manifest.rebuild}")
@@ -38,7 +46,7 @@ def sign(bundle: Path, key: Path) -> Path:
     with _refused(f"key {key}", f"expected a PEM file with an unencrypted EC key of {_CURVES}"):
         config = signing.Config().use_elliptic_key_signer(private_key=key)
     path = bundle / SIGNATURE
-    new = bundle / f".{SIGNATURE}.new"
+    new = bundle / _NEW
     new.unlink(missing_ok=True)  # a killed signing's
     with _refused(str(bundle), "expected a bundle of plain files that can be read"):
         try:
@@ -49,9 +57,12 @@ def sign(bundle: Path, key: Path) -> Path:
     return path
 
 
-def check(bundle: Path, key: Path) -> None:
+def check(bundle: Path, key: Path) -> str:
     """Raise UserError unless every file of the bundle is what the owner of the key pair, whose
-    public key is in the PEM file `key`, has signed, and nothing is there besides."""
+    public key is in the PEM file `key`, has signed, and nothing is there besides.
+
+    Returns the sha256 of manifest.json by the signature. Its text is read once, so that what was
+    checked is what is believed."""
     path = bundle / SIGNATURE
     verifying = _package("verifying")
     with _refused(f"key {key}", f"expected a PEM file with a public EC key of {_CURVES}"):
@@ -63,10 +74,17 @@ def check(bundle: Path, key: Path) -> None:
         )
     if path.stat().st_size > MAX_SIGNATURE_BYTES:
         raise UserError(f"{path}: larger than {MAX_SIGNATURE_BYTES} bytes: no signature")
-    with _refused(str(path), f"expected the files that the owner of {key} signed: do not use it"):
-        config.set_hashing_config(_hashing()).verify(bundle, path)
-        if mf.FILE_NAME not in _signed(path):
+    with (
+        _refused(str(path), f"expected the files that the owner of {key} signed: do not use it"),
+        tempfile.TemporaryDirectory(prefix="scanwright-") as own,
+    ):
+        copy = Path(own) / SIGNATURE
+        copy.write_bytes(path.read_bytes())
+        config.set_hashing_config(_hashing()).verify(bundle, copy)
+        found = _signed(copy)
+        if mf.FILE_NAME not in found:
             raise ValueError(f"it does not cover {mf.FILE_NAME}")
+        return found[mf.FILE_NAME]
 
 
 def _hashing() -> Any:
@@ -74,11 +92,12 @@ def _hashing() -> Any:
     return config.set_ignored_paths(paths=UNSIGNED, ignore_git_paths=False)
 
 
-def _signed(path: Path) -> set[str]:
-    """Names of the files that a signature, already checked, is over."""
+def _signed(path: Path) -> dict[str, str]:
+    """Name → sha256 of the files that a signature, already checked, is over."""
     envelope = json.loads(path.read_text(encoding="utf-8"))["dsseEnvelope"]
     statement = json.loads(base64.b64decode(envelope["payload"]))
-    return {str(resource["name"]) for resource in statement["predicate"]["resources"]}
+    resources = statement["predicate"]["resources"]
+    return {str(resource["name"]): str(resource["digest"]) for resource in resources}
 
 
 def _package(name: str) -> Any:

@@ -55,12 +55,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """`scanwright verify`: exit code 0 if everything agrees, 1 if not. Raises UserError."""
+    signed = None
     if args.trust is not None:
         from runtime import trust
 
-        trust.check(args.bundle, args.trust)
+        signed = trust.check(args.bundle, args.trust)
         print(f"{args.bundle}: signed by the owner of {args.trust}")
-    return verify(args.bundle, args.device, args.perplexity, args.target, args.save)
+    return verify(args.bundle, args.device, args.perplexity, args.target, args.save, signed)
 
 
 def verify(
@@ -69,14 +70,21 @@ def verify(
     perplexity: bool = False,
     target: str | None = None,
     keep: Path | None = None,
+    signed: str | None = None,
 ) -> int:
     """Print one row a check to stdout and return 0, or 1 if any failed.
 
     Nothing is run unless every file is what the manifest says. Raises UserError for a bundle that
     cannot be read, or opened on this device. Of several targets, the one that is best here is run.
-    `keep`: a directory for the rows, see runtime.results.
+    `keep`: a directory for the rows, see runtime.results. `signed`: the sha256 that manifest.json
+    must have, and so all that is run.
     """
-    manifest = mf.load(bundle)
+    whole = manifest = mf.load(bundle)
+    if signed not in (None, manifest.digest):
+        raise UserError(
+            f"{bundle / mf.FILE_NAME}: sha256 {manifest.digest}, expected {signed} of its"
+            " signature: it was replaced, or is not as doit build writes it: do not use it"
+        )
     names = ", ".join(target.name for target in manifest.targets)
     print(f"{bundle}: {manifest.model.name} for {names}, {manifest.shape.name}")
     files = list(_printed(check_files(bundle, manifest)))
@@ -87,9 +95,8 @@ def verify(
     rows = list(_printed(check_device(bundle, picked, device, perplexity)))
     good = all(row.ok for row in rows)
     if keep is not None:
-        kept = {"device": device or picked.target.uri, "passed": good}
-        kept["rows"] = [asdict(row) for row in rows]
-        save(keep, "verify", manifest, picked.target.name, kept)
+        kept = {"device": device or manifest.target.uri, "passed": good}
+        save(keep, "verify", manifest, kept | {"rows": [asdict(row) for row in rows]}, whole)
     print(
         "verify: passed" if good else "verify: FAILED: this device does not agree with the oracle"
     )

@@ -94,7 +94,11 @@ def test_jax_computes_the_same_bits_on_another_cpu() -> None:
     qemu = shutil.which("qemu-x86_64") or pytest.skip("no qemu-x86_64 here")
     python = [sys.executable, "-c", OTHER_CPU]
     env = {**os.environ, "PYTHONPATH": str(bundles.ROOT)}
-    runs = (python, ["taskset", "-c", str(min(os.sched_getaffinity(0))), *python], [qemu, "-cpu", "Haswell", *python])
+    runs = (
+        python,
+        ["taskset", "-c", str(min(os.sched_getaffinity(0))), *python],
+        [qemu, "-cpu", "Haswell", *python],
+    )
     found = [subprocess.run(r, env=env, capture_output=True, text=True).stdout for r in runs]
     assert found[0].count("\n") == 3 and len(set(found)) == 1
 

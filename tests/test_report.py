@@ -146,7 +146,7 @@ def test_the_page_says_what_is_known(tmp_path: Path) -> None:
         "max state difference 4.0e-06, 40% of the bound 1.0e-05, in prefill_8, layers.1.h",
         "reference 4 tokens after 2 prompts", "smallest margin 0.125",
         "cpu int8 456", "cpu bf16 123", "cpu int8 4,560",
-        "Verified for cpu on local-task: passed", "48 tokens equal", "emit x",
+        "Verified on local-task (cpu): passed", "48 tokens equal", "emit x",
     ):  # fmt: skip
         assert words in page.text, (words, page.text)
     assert manifest.state_bytes_per_slot == 2 * 4 + 2 * fake_device.CONTEXT * 4

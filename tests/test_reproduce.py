@@ -15,7 +15,9 @@ from artifacts import reproduce
 from artifacts.disk import remove_tree
 from artifacts.fetch import fetch
 from artifacts.store import Store
+from recipes.resolve import every_target
 from runtime import manifest as manifests
+from runtime.errors import UserError
 
 pytestmark = pytest.mark.iree
 
@@ -111,6 +113,39 @@ def test_other_versions_are_refused_before_any_work(copy: Path, tmp_path: Path) 
     (line,) = (line for line in said.splitlines() if line.startswith("error: "))
     assert "manifest.json: build.packages: jax 0.1, found " in line
     assert line.endswith("expected the versions it was made by: pip install jax==0.1")
+
+
+@pytest.mark.parametrize(
+    "flag", ["--iree-llvmcpu-system-linker-path=evil", "--iree-opt-level=/x", "-o", "--load=x"]
+)
+def test_a_manifest_that_reaches_out_is_refused(flag: str, copy: Path, tmp_path: Path) -> None:
+    manifest = manifests.load(copy)
+    recipe = manifest.target.recipe or pytest.fail()
+    rewritten(
+        copy,
+        target=dataclasses.replace(
+            manifest.target, recipe=dataclasses.replace(recipe, safe_flags=((flag,),))
+        ),
+    )
+    with pytest.raises(UserError, match=r"target\.flags: .*, expected flags that name no file"):
+        reproduce.check_words(copy, manifests.load(copy))
+    name = f"../{tmp_path.name}/evil"
+    for words in (
+        {"target": dataclasses.replace(manifest.target, name=name)},
+        {"target": manifest.target, "model": dataclasses.replace(manifest.model, name="..")},
+    ):
+        rewritten(copy, **words)
+        with pytest.raises(UserError, match="expected names of model, target and shape"):
+            reproduce.check_words(copy, manifests.load(copy))
+
+
+def test_every_recipe_can_be_reproduced(bundle: Path) -> None:
+    manifest = manifests.load(bundle)
+    recipe = manifest.target.recipe or pytest.fail()
+    for target in every_target():
+        plain = dataclasses.replace(recipe, flags=target.flags, safe_flags=target.safe_flags)
+        words = dataclasses.replace(manifest.target, name=target.name, recipe=plain)
+        reproduce.check_words(bundle, dataclasses.replace(manifest, target=words))
 
 
 def test_a_bundle_made_by_hand_is_refused(copy: Path, tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import pytest
 import toy
 from building import assert_right
 from test_determinism import NAME, SHAPE
+from test_trust import key_pair
 
-from artifacts import merge
-from runtime import cli, targets
+from artifacts import merge, push, report
+from runtime import cli, targets, trust
 from runtime import manifest as mf
 from runtime.errors import UserError
 from runtime.targets import Here
@@ -293,13 +294,75 @@ def test_a_pulled_bundle_is_called_after_all_its_targets(
 def test_a_second_build_leaves_it_and_repairs_it(merged: Path) -> None:
     cwd = merged.parents[3]
     words = ["build", f"model={bundles.checkpoint(NAME)}", f"shape={SHAPE}", f"target={V3},{V4}"]
-    (merged / "model.sig").write_text("kept as long as the files are")
+    (merged / "model.sig").write_text("kept as long as the manifest is")
     assert bundles.built(bundles.doit(words, cwd, bundles.cache()), cwd) == merged
     assert (merged / "model.sig").exists()
     (merged / f"model.{V4}.vmfb").unlink()
     bundles.built(bundles.doit(words, cwd, bundles.cache()), cwd)
     assert_right(merged)
+    assert (merged / "model.sig").exists()  # it is the bundle that was signed once more
+    path = merged / "manifest.json"
+    path.write_text(path.read_text().replace('"not-run"', '"passed"').replace("1e-05", "2e-05"))
+    path.write_text(path.read_text() + " ")
+    bundles.built(bundles.doit(words, cwd, bundles.cache()), cwd)
+    assert_right(merged)
     assert not (merged / "model.sig").exists()
+
+
+@pytest.mark.iree
+def test_signed_it_travels_whole(
+    merged: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also the plan, the results and the report of a bundle for two targets know both."""
+    monkeypatch.setenv("SCANWRIGHT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    bundle, (private, public) = tmp_path / "build" / "m" / "both" / SHAPE, key_pair(tmp_path, "k")
+    shutil.copytree(merged, bundle)
+    trust.sign(bundle, private)
+    push.push(bundle, str(tmp_path / "there"))
+    push.pack(bundle, str(tmp_path / "packed.tar"))
+    push.push(merged.parents[1] / V4 / SHAPE, str(tmp_path / "single"))
+    for words in (["pull", "there"], ["unpack", "packed.tar", "unpacked"], ["pull", "single"]):
+        assert cli.main(words) == 0, capsys.readouterr().err
+    stem = mf.load(merged).model.name
+    pulled, single = (tmp_path / f"{stem}-{t}-{SHAPE}" for t in (f"{V3}+{V4}", V4))
+    assert pulled.is_dir() and single.is_dir()  # neither takes the other's place
+    assert (pulled / "params.irpa").samefile(single / "params.irpa")
+    assert (pulled / f"model.{V4}.vmfb").samefile(single / "model.vmfb")
+    for place in (pulled, tmp_path / "unpacked"):
+        trust.check(place, public)
+        words = ["verify", str(place), "--trust", str(public), "--target", V3]
+        assert cli.main([*words, "--save", "build/results"]) == 0
+    (kept,) = (tmp_path / "build" / "results").iterdir()
+    assert f"{V3}+{V4}.{V3}" in kept.name
+    assert json.loads(kept.read_text())["bundle"] == mf.load(merged).digest
+    for name in (V3, V4):
+        log = merged.parents[1] / name / SHAPE / "build.log.jsonl"
+        place = bundle.parents[1] / name / SHAPE
+        place.mkdir(parents=True)
+        shutil.copyfile(log, place / log.name)
+    (found,) = report.collect(tmp_path / "build").bundles
+    assert not found.problems and {"proof", "compile"} <= {row["stage"] for row in found.log}
+    text = report.write(tmp_path / "build").read_text()
+    assert f"({V3}): " in text and f"proof, {V4}" in text and f"{V3}: local-task" in text
+
+
+def test_the_plan_tells_of_every_target(tmp_path: Path) -> None:
+    words = ["plan", "model=mamba2-2.7b", "params=none", "target=cuda-sm90,cuda-sm80"]
+    done = bundles.doit(words, tmp_path, tmp_path / "cache")
+    assert done.returncode == 0, done.stderr
+    heads = [x.split()[1] for x in done.stdout.splitlines() if x.startswith("model=")]
+    assert heads == ["target=cuda-sm90", "target=cuda-sm80"]
+    assert done.stdout.count("\ntotal: ") == 2
+    (tmp_path / "a").mkdir()
+    (tmp_path / "a" / "vulkan.yaml").write_bytes(
+        (bundles.ROOT / "recipes" / "targets" / "vulkan.yaml").read_bytes()
+    )
+    done = bundles.doit(["plan", "target=vulkan,a/vulkan.yaml"], tmp_path, tmp_path / "cache")
+    assert done.returncode == 1 and "two targets of one name" in done.stderr
 
 
 @pytest.mark.iree

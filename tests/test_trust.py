@@ -14,7 +14,8 @@ from pathlib import Path
 import bundles
 import pytest
 from cryptography.hazmat.primitives import serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
 from test_determinism import NAME, SHAPE
@@ -58,6 +59,39 @@ def bundle(tmp_path: Path) -> Path:
     for path in bundles.build(NAME, "cpu", SHAPE).iterdir():
         shutil.copyfile(path, place / path.name)
     return place
+
+
+def test_what_would_not_travel_with_the_bundle_is_not_signed(
+    bundle: Path, keys: tuple[Path, Path]
+) -> None:
+    for more in ("notes.txt", "more/.hidden"):
+        path = bundle / more
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("x")
+        with pytest.raises(UserError, match=rf"{more}: not a file of the bundle's manifest"):
+            trust.sign(bundle, keys[0])
+        path.unlink()
+    (bundle / "build.log.jsonl").write_text("{}\n")
+    (bundle / ".model.sig.new").write_text("of a killed signing")
+    trust.check(trust.sign(bundle, keys[0]).parent, keys[1])
+    trust.check(trust.sign(bundle, keys[0]).parent, keys[1])  # signed anew
+
+
+def test_what_was_replaced_after_its_check_is_not_believed(
+    signed: Path, keys: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    checked = trust.check
+
+    def check(place: Path, key: Path) -> str:
+        found = checked(place, key)
+        resealed(place)
+        return found
+
+    monkeypatch.setattr(trust, "check", check)
+    code, out, err = verify(signed, keys[1], capsys)
+    assert code == 1 and "sha256 matches" not in out
+    assert "manifest.json: sha256" in err and "it was replaced" in err
 
 
 @pytest.fixture
@@ -181,7 +215,16 @@ def test_keys_and_bundles_that_cannot_be_used_are_told(
 ) -> None:
     words = tmp_path / "words"
     words.write_text("not a key")
-    for key in (words, tmp_path / "absent", keys[1]):
+    form, kind = serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8
+    others = {"rsa": rsa.generate_private_key(65537, 2048), "ed": Ed25519PrivateKey.generate()}
+    for name, key in others.items():
+        (tmp_path / name).write_bytes(key.private_bytes(form, kind, serialization.NoEncryption()))
+    locked = serialization.BestAvailableEncryption(b"word")
+    (tmp_path / "locked").write_bytes(
+        ec.generate_private_key(ec.SECP256R1()).private_bytes(form, kind, locked)
+    )
+    unusable = [tmp_path / name for name in ("absent", "rsa", "ed", "locked")]
+    for key in (words, keys[1], *unusable):
         with pytest.raises(UserError, match=r"^key .*; expected a PEM file with an unencrypted"):
             trust.sign(bundle, key)
     trust.sign(bundle, keys[0])
