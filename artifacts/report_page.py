@@ -117,7 +117,7 @@ def _overview(found: Found) -> Element:
         if made is not None:
             stored = sum(ref.size for ref in made.files.all())
             state = sized(made.state_bytes_per_slot)
-            rows.append([bundle.path, _weights(made), _statuses(made), sized(stored), state])
+            rows.append([bundle.path, _weights(made), _status(made), sized(stored), state])
     heads = ("bundle", "weights", "proof", "size", "a slot")
     empty = tag("p", "No bundle is here yet: doit build makes one.")
     return tag("section", table(heads, rows, 2) or empty)
@@ -183,7 +183,7 @@ def _bundle(bundle: Bundle, found: Found) -> Element:
             f"chunks of {', '.join(map(str, made.shape.chunks))}; digest "
         )
         parts.append(tag("p", about, tag("code", made.digest[:16])))
-        columns = (_sizes(made), _state(made), _parity(bundle, made, found), _times(bundle))
+        columns = (_sizes(made), _state(made), _parity(bundle, made), _times(bundle))
         parts.append(tag("div", columns, class_="parts"))
         parts += [_verified(row) for row in found.verified if row.get("bundle") == made.digest]
     parts += [_commands(bundle), _problems(bundle.problems)]
@@ -241,8 +241,9 @@ def _proved(log: Sequence[Mapping[str, Any]], made: Manifest, module: str) -> Ma
     """The log's row of the proof of the module of this sha256 with the bundle's parameters; {} if
     it is not there.
 
-    A log also tells of what was in its place before, with other weights.
+    The log of a place also tells of what was there before, with other weights.
     """
+    params = made.files.params
     for row in reversed(log):
         same = row["stage"] == "proof" and row.get("module") == module
         if same and (params is None or row.get("params") == params.sha256):

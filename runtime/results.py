@@ -39,7 +39,7 @@ def save(
         "kind": kind,
         "bundle": (whole or manifest).digest,
         "model": manifest.model.name,
-        "target": target,
+        "target": manifest.target.name,
         "shape": manifest.shape.name,
         "weights": manifest.numerics.quantization or manifest.numerics.weights,
         **found,

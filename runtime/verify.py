@@ -91,8 +91,8 @@ def verify(
     if not all(row.ok for row in files):
         print(f"verify: FAILED: the bundle is damaged; rebuild it: {manifest.rebuild}")
         return 1
-    picked = targets.pick(manifest, target, device)
-    rows = list(_printed(check_device(bundle, picked, device, perplexity)))
+    manifest = targets.pick(manifest, target, device)
+    rows = list(_printed(check_device(bundle, manifest, device, perplexity)))
     good = all(row.ok for row in rows)
     if keep is not None:
         kept = {"device": device or manifest.target.uri, "passed": good}

@@ -22,6 +22,7 @@ from artifacts.records import Blob
 from runtime import manifest as mf
 from runtime.errors import UserError
 from runtime.results import file_name, save
+from runtime.targets import view
 
 PEERS = Path(__file__).resolve().parent.parent / "benchmarks" / "peers.json"
 EVIL = "<script>alert(1)</script>\"'><img src=x onerror=alert(1)>&amp;\x00\ud800]]>"
@@ -129,12 +130,12 @@ def test_the_page_says_what_is_known(tmp_path: Path) -> None:
     write_bundle(tmp_path, "toy/cpu/b3", manifest)
     for rate, weights in ((123.0, "bf16"), (456.0, "int8")):
         other = made(weights=weights)
-        save(tmp_path / "results", "bench", other, "cpu", bench(other, rate))
+        save(tmp_path / "results", "bench", other, bench(other, rate))
     rows = [
         {"what": "prompt 0 (1 tokens)", "ok": True, "detail": "48 tokens equal, within 3.1e-07"}
     ]
     kept = {"device": "local-task", "passed": True, "rows": rows}
-    save(tmp_path / "results", "verify", manifest, "cpu", kept)
+    save(tmp_path / "results", "verify", manifest, kept)
     page = read(tmp_path)
     for words in (
         "1 bundle", "toy/cpu/b3 bf16 passed 1.00 GiB",
@@ -156,7 +157,7 @@ def test_the_page_says_what_is_known(tmp_path: Path) -> None:
 def test_a_verification_of_another_bundle_is_not_told(tmp_path: Path) -> None:
     write_bundle(tmp_path, "toy/cpu/b3", made())
     kept = {"device": "local-task", "passed": True, "rows": []}
-    save(tmp_path / "results", "verify", made(weights="f16"), "cpu", kept)
+    save(tmp_path / "results", "verify", made(weights="f16"), kept)
     assert "Verified" not in read(tmp_path).text
 
 
@@ -172,7 +173,7 @@ def test_of_several_targets_each_is_told(tmp_path: Path) -> None:
     )
     (write_bundle(tmp_path, "toy/cpu+gpu/b3", both) / "build.log.jsonl").unlink()  # has none
     kept = {"device": "cuda://0", "passed": True, "rows": []}
-    save(tmp_path / "results", "verify", both, "gpu", kept)
+    save(tmp_path / "results", "verify", view(both, 1), kept, both)
     assert "outputs compared" not in read(tmp_path).text
     write_bundle(tmp_path, "toy/cpu/b3", one)
     page = read(tmp_path)
@@ -220,10 +221,8 @@ def test_all_that_is_told_stays_text(tmp_path: Path) -> None:
     with (place / "build.log.jsonl").open("a") as log:
         log.write(json.dumps(row) + "\n")
     rows = [{"what": EVIL, "ok": False, "detail": EVIL}]
-    save(
-        tmp_path / "results", "verify", manifest, "cpu", {"device": EVIL, "passed": 1, "rows": rows}
-    )
-    save(tmp_path / "results", "bench", manifest, "cpu", bench(manifest, 5.0) | {"target": EVIL})
+    save(tmp_path / "results", "verify", manifest, {"device": EVIL, "passed": 1, "rows": rows})
+    save(tmp_path / "results", "bench", manifest, bench(manifest, 5.0) | {"target": EVIL})
     (tmp_path / "results" / "<b>.json").write_text("no JSON")
     (tmp_path / "peers").write_text(
         json.dumps({"models": {EVIL: {"decode": {"1": {"ours f32": [1]}}}}})
@@ -270,11 +269,11 @@ def test_where_nothing_can_be_written_is_one_line(tmp_path: Path) -> None:
         report.write(tmp_path / "build")
     assert "\n" not in str(caught.value)
     with pytest.raises(UserError, match="cannot be written"):
-        save(tmp_path / "build" / "results", "bench", made(), "cpu", {})
+        save(tmp_path / "build" / "results", "bench", made(), {})
 
 
 def test_a_name_of_a_result_stays_in_its_directory() -> None:
-    name = file_name("bench", made("../../" + "x" * 300), "cpu")
+    name = file_name("bench", made("../../" + "x" * 300))
     assert "/" not in name and name.startswith("bench-.._.._xx") and len(name) < 255
 
 

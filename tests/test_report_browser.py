@@ -32,8 +32,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_bundle(build, f"{name[:200]}/cpu/b3", manifest, command="/" + LONG * 3)
         rows = [{"what": LONG, "ok": name == "toy", "detail": LONG}]
         kept = {"device": "local-task", "passed": name == "toy", "rows": rows}
-        save(build / "results", "verify", manifest, "cpu", kept)
-        save(build / "results", "bench", manifest, "cpu", bench(manifest, 1234567.0))
+        save(build / "results", "verify", manifest, kept)
+        save(build / "results", "bench", manifest, bench(manifest, 1234567.0))
     (build / "results" / f"{'n' * 200}.json").write_text("[]")
     return report.write(build, PEERS)
 
