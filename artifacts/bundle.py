@@ -21,8 +21,7 @@ from artifacts.stages import Miss, Stages
 from artifacts.tools import versions
 from runtime import manifest as manifest_file
 from runtime.errors import UserError
-from runtime.manifest import BuildInfo, FileRef, Manifest
-from runtime.place import UNLISTED
+from runtime.manifest import UNLISTED, BuildInfo, FileRef, Manifest
 
 PACKAGES = (
     "iree-base-compiler", "iree-base-runtime", "jax", "jaxlib", "ml-dtypes", "numpy", "scanwright",

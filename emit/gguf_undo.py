@@ -97,7 +97,8 @@ class Negated:
     def __call__(self, *arrays: np.ndarray) -> np.ndarray:
         """log(-A); NaN, which conversion refuses, for A above 0."""
         with np.errstate(all="ignore"):
-            logs = np.log(-arrays[0].astype(np.float64))
+            # Wide, so that how a processor rounds it is not seen in float32.
+            logs = np.log(-arrays[0].astype(np.longdouble))
         return logs.astype(np.float32).reshape(self.shape(logs.shape))
 
 

@@ -15,9 +15,9 @@ from typing import Any, Literal
 
 from runtime import strict
 from runtime.errors import UserError
-from runtime.origin import MANIFEST, BuildInfo, FileRef, Package, RecipeInfo
+from runtime.origin import MANIFEST, UNLISTED, BuildInfo, FileRef, Package, RecipeInfo
 
-__all__ = ["BuildInfo", "FileRef", "Package", "RecipeInfo"]
+__all__ = ["UNLISTED", "BuildInfo", "FileRef", "Package", "RecipeInfo"]
 
 SCHEMA = 4
 FILE_NAME = MANIFEST

@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 MANIFEST = "manifest.json"
+# Files of a bundle that its manifest cannot list, because they are made of it. They are carried as
+# they are: what checks them does not trust them.
+UNLISTED = ("model.sig",)
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,8 @@ from runtime import manifest as mf
 from runtime.blobs import locked
 from runtime.errors import UserError
 
-# Files of a bundle that its manifest cannot list, because they are made of it, and their largest
-# size. They are carried as they are: what checks them does not trust them.
-UNLISTED = ("model.sig",)
-MAX_UNLISTED = 1 << 20
+UNLISTED = mf.UNLISTED
+MAX_UNLISTED = 1 << 20  # bytes
 
 
 def check_destination(directory: Path) -> None:

@@ -251,7 +251,7 @@ def test_every_command_picks_and_says_which_and_why(
     assert cli.main([*words, "--target", best]) == 0
     assert json.loads(capsys.readouterr().out)["target"] == best
     (kept,) = tmp_path.iterdir()  # under the name of what ran
-    assert f"-{best}-" in kept.name and json.loads(kept.read_text())["bundle"] == manifest.digest
+    assert f".{best}-" in kept.name and json.loads(kept.read_text())["bundle"] == manifest.digest
     assert cli.main(["serve", str(merged), "--target", "v9", "--port", "0"]) == 1
     assert "target: found 'v9', expected one that the bundle has" in capsys.readouterr().err
 
