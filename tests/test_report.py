@@ -180,9 +180,9 @@ def test_of_several_targets_each_is_told(tmp_path: Path) -> None:
     for words in (
         "toy/cpu+gpu/b3 bf16 cpu: passed gpu: not-run 1.00 GiB",
         "gpu: cuda; ",
-        "proof for cpu passed , fast flags outputs compared 24",
-        "proof for gpu not-run (no device), fast flags reference",
-        "Verified for gpu on cuda://0: passed",
+        "proof, cpu passed , fast flags outputs compared 24",
+        "proof, gpu not-run (no device), fast flags reference",
+        "Verified on cuda://0 (gpu): passed",
     ):
         assert words in page.text, (words, page.text)
     assert "not there" not in page.text
