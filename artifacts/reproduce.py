@@ -8,6 +8,7 @@ directory lies on this machine: a recipe of the model's name does, or the word m
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +21,16 @@ from artifacts.cpu import Cpu
 from artifacts.disk import explained, hash_file
 from artifacts.fetch import CONFIG
 from artifacts.job import Job, Model
-from artifacts.lockfile import Lock
+from artifacts.lockfile import Lock, is_commit
 from artifacts.stages import Stages
 from artifacts.store import Store, default_root
 from artifacts.tools import versions
 from runtime import manifest as manifest_file
 from runtime.errors import UserError
-from runtime.manifest import BuildInfo, Manifest, RecipeInfo, TargetInfo
+from runtime.manifest import PLAIN_NAME, BuildInfo, Manifest, RecipeInfo, TargetInfo
 
+_HUB_SOURCE = re.compile(r"hf:[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_URIS = ("local-task", "local-sync", "cuda", "vulkan", "metal", "hip")
 _CPU_FLAGS = {
     "--iree-llvmcpu-target-triple": "triple",
     "--iree-llvmcpu-target-cpu": "name",
@@ -83,16 +86,44 @@ def reproduce(bundle: Path, find_model: Callable[[str], Model]) -> Iterator[Comp
     Raises UserError: other versions than the bundle's are installed, the model's files are not
     those it was made from, or the build fails.
     """
+    manifest = checked(bundle)
+    store = Store(default_root())
+    with store.using(), store.scratch() as root:
+        yield from compare(bundle, manifest, _again(manifest, find_model, root))
+
+
+def checked(bundle: Path) -> Manifest:
+    """The manifest of a bundle that may be made again here. Raises UserError."""
     manifest = manifest_file.load(bundle)
     if manifest.build is None or any(t.recipe is None for t in manifest.targets):
         raise UserError(
             f"{bundle}/manifest.json: build: null, or target.recipe is: the bundle was made by"
             " hand, expected one of doit build"
         )
+    _check_words(bundle, manifest)
     check_versions(bundle, manifest.build)
-    store = Store(default_root())
-    with store.using(), store.scratch() as root:
-        yield from compare(bundle, manifest, _again(manifest, find_model, root))
+    return manifest
+
+
+def _check_words(bundle: Path, manifest: Manifest) -> None:
+    """Raise UserError for words that would name a place outside, or another kind of place."""
+    info = manifest.model
+    names = (info.name, manifest.shape.name, *(target.name for target in manifest.targets))
+    for name in names:
+        if not PLAIN_NAME.fullmatch(name):
+            raise UserError(f"{bundle}/manifest.json: found the name {name[:80]!a} of a model,"
+                            " target or shape, expected letters, digits and ._+-")  # fmt: skip
+    for target in manifest.targets:
+        if target.uri not in _URIS:
+            raise UserError(
+                f"{bundle}/manifest.json: {target.name}: found the uri {target.uri[:80]!a},"
+                f" expected one of {', '.join(_URIS)}"
+            )
+    if info.source.startswith("hf:") and not (
+        _HUB_SOURCE.fullmatch(info.source) and (info.revision is None or is_commit(info.revision))
+    ):
+        raise UserError(f"{bundle}/manifest.json: model.source {info.source[:80]!a}: expected"
+                        " hf:org/name, and a commit as model.revision")  # fmt: skip
 
 
 def check_versions(bundle: Path, build: BuildInfo) -> None:
