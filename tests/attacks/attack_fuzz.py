@@ -159,6 +159,7 @@ class Fuzz:
         if child == 0:
             os.close(read)
             try:
+                os.dup2(2, 1)  # stdout is for what is found; libraries print, too
                 limited()
                 os.chdir(directory)
                 with os.fdopen(write, "w") as out:
