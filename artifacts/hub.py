@@ -11,12 +11,14 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import io
+import json
 import os
 import re
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, NoReturn, cast
+from urllib.parse import quote
 
 from artifacts.disk import hash_file, is_full, sync, user_error
 from artifacts.lockfile import Digest, is_commit
@@ -24,6 +26,7 @@ from runtime.errors import UserError
 from runtime.progress import Progress, progress
 
 DEFAULT_ENDPOINT = "https://huggingface.co"
+MAX_INFO = 32 << 20  # bytes of what the hub says of a repository: 100,000 files
 TRIES = 4  # in a row without a new byte
 _TIMEOUT_S = 30.0
 
@@ -47,13 +50,8 @@ class Hub:
 
     def resolve(self, revision: str) -> tuple[str, dict[str, Remote]]:
         """The commit that `revision` names now, and its files by path."""
-        from huggingface_hub import HfApi
-
-        api = HfApi(endpoint=self.endpoint, library_name="scanwright")
         try:
-            info = api.model_info(
-                self.repo, revision=revision, files_metadata=True, timeout=_TIMEOUT_S
-            )
+            info = self._model_info(revision)
         except Exception as error:
             self._explain(error, revision)
         if not is_commit(info.sha):
@@ -68,6 +66,38 @@ class Hub:
                 self._check(remote)
                 files[item.rfilename] = remote
         return str(info.sha), files
+
+    def _model_info(self, revision: str) -> Any:
+        """As huggingface_hub's, which reads an answer whatever its size, and unpacks it."""
+        from huggingface_hub import ModelInfo
+        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+
+        headers = build_hf_headers(library_name="scanwright") | {"Accept-Encoding": "identity"}
+        page = f"{self.endpoint}/api/models/{self.repo}/revision/{quote(revision, safe='')}"
+        with get_session().stream(
+            "GET", page, headers=headers, params={"blobs": True}, timeout=_TIMEOUT_S
+        ) as answer:
+            data = bytearray()
+            for piece in answer.iter_raw(1 << 16):
+                data += piece
+                if len(data) > MAX_INFO:
+                    raise UserError(
+                        f"hf:{self.repo}: {self.endpoint} says more than {MAX_INFO} bytes about it,"
+                        " expected a list of files; check HF_ENDPOINT"
+                    )
+            codes = ("content-encoding", "transfer-encoding")  # not undone, which has no bound
+            told = {name: word for name, word in answer.headers.items() if name not in codes}
+            whole = type(answer)(
+                answer.status_code, headers=told, content=bytes(data), request=answer.request
+            )
+        hf_raise_for_status(whole)
+        try:
+            return ModelInfo(**json.loads(data))
+        except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
+            raise UserError(
+                f"hf:{self.repo}: {self.endpoint} gives no list of files ({str(error)[:80]}),"
+                " expected JSON; check HF_ENDPOINT"
+            ) from error
 
     def _check(self, remote: Remote) -> None:
         """UserError unless what the hub says of a file has the form of a size and of digests."""

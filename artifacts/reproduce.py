@@ -21,7 +21,7 @@ from artifacts.cpu import Cpu
 from artifacts.disk import explained, hash_file
 from artifacts.fetch import CONFIG
 from artifacts.job import Job, Model
-from artifacts.lockfile import Lock
+from artifacts.lockfile import Lock, is_commit
 from artifacts.stages import Stages
 from artifacts.store import Store, default_root
 from artifacts.tools import versions
@@ -29,14 +29,14 @@ from runtime import manifest as manifest_file
 from runtime.errors import UserError
 from runtime.manifest import BuildInfo, Manifest, RecipeInfo, TargetInfo
 
+_HUB_SOURCE = re.compile(r"hf:[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_URIS = ("local-task", "local-sync", "cuda", "vulkan", "metal", "hip")
 _CPU_FLAGS = {
     "--iree-llvmcpu-target-triple": "triple",
     "--iree-llvmcpu-target-cpu": "name",
     "--iree-llvmcpu-target-cpu-features": "features",
 }
 _NAME = re.compile(r"(?!\.)[^/\\\0-\x1f]{1,200}")
-_FLAG = re.compile(r"--iree-[a-z0-9-]+(=[\w.,:+-]*)?", re.ASCII)
-_REACHES = re.compile("path|file|dump|plugin|linker|load|save|trace|output")
 
 
 @dataclass(frozen=True)
@@ -87,6 +87,14 @@ def reproduce(bundle: Path, find_model: Callable[[str], Model]) -> Iterator[Comp
     Raises UserError: other versions than the bundle's are installed, the model's files are not
     those it was made from, or the build fails.
     """
+    manifest = checked(bundle)
+    store = Store(default_root())
+    with store.using(), store.scratch() as root:
+        yield from compare(bundle, manifest, _again(manifest, find_model, root))
+
+
+def checked(bundle: Path) -> Manifest:
+    """The manifest of a bundle that may be made again here. Raises UserError."""
     manifest = manifest_file.load(bundle)
     if manifest.build is None or any(t.recipe is None for t in manifest.targets):
         raise UserError(
@@ -95,28 +103,28 @@ def reproduce(bundle: Path, find_model: Callable[[str], Model]) -> Iterator[Comp
         )
     check_words(bundle, manifest)
     check_versions(bundle, manifest.build)
-    store = Store(default_root())
-    with store.using(), store.scratch() as root:
-        yield from compare(bundle, manifest, _again(manifest, find_model, root))
+    return manifest
 
 
 def check_words(bundle: Path, manifest: Manifest) -> None:
-    """Raise UserError for names and flags that would reach out of the build: whoever made the
-    manifest may not be whoever makes it again."""
-    names = [manifest.model.name, manifest.shape.name, *(t.name for t in manifest.targets)]
-    if wrong := [name for name in names if not _NAME.fullmatch(name)]:
-        raise UserError(
-            f"{bundle}/manifest.json: found {wrong[0]!a}, expected names of model, target and shape"
-            " that are plain file names: do not build it"
-        )
-    flags = [flag for target in manifest.targets for flag in target.flags]
-    for recipe in map(_recipe, manifest.targets):
-        flags += [flag for some in (recipe.flags, *recipe.safe_flags) for flag in some]
-    if wrong := [flag for flag in flags if not _FLAG.fullmatch(flag) or _REACHES.search(flag)]:
-        raise UserError(
-            f"{bundle}/manifest.json: target.flags: {wrong[0]!a}, expected flags that name no file"
-            " and no program: build it by its recipe if you trust it"
-        )
+    """Raise UserError for words that would name a place outside, or another kind of place."""
+    info = manifest.model
+    names = (info.name, manifest.shape.name, *(target.name for target in manifest.targets))
+    for name in names:
+        if not _NAME.fullmatch(name):
+            raise UserError(f"{bundle}/manifest.json: found the name {name[:80]!a} of a model,"
+                            " target or shape, expected a plain file name")  # fmt: skip
+    for target in manifest.targets:
+        if target.uri not in _URIS:
+            raise UserError(
+                f"{bundle}/manifest.json: {target.name}: found the uri {target.uri[:80]!a},"
+                f" expected one of {', '.join(_URIS)}"
+            )
+    if info.source.startswith("hf:") and not (
+        _HUB_SOURCE.fullmatch(info.source) and (info.revision is None or is_commit(info.revision))
+    ):
+        raise UserError(f"{bundle}/manifest.json: model.source {info.source[:80]!a}: expected"
+                        " hf:org/name, and a commit as model.revision")  # fmt: skip
 
 
 def check_versions(bundle: Path, build: BuildInfo) -> None:

@@ -28,6 +28,7 @@ import ml_dtypes
 import numpy as np
 
 from emit.errors import EmitError, shallow
+from runtime.uncollected import UNCOLLECTED
 
 CONFIG = "config.json"
 QUANTIZATION = "hf_quant_config.json"  # of NVIDIA's ModelOpt
@@ -36,7 +37,8 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 
 MAX_HEADER = 100_000_000  # bytes; the format's own limit
-MAX_JSON = 64 << 20  # bytes of config.json, generation_config.json or the index
+MAX_JSON = 16 << 20  # bytes of config.json or the like
+MAX_INDEX = 64 << 20  # bytes; a quarter of a million tensors take some 25 MB
 MAX_RANK = 32
 MAX_BYTES = 2**63 - 1
 AGAIN = "download or convert the checkpoint again"
@@ -203,7 +205,7 @@ def _weight_files(root: Path) -> tuple[list[str], dict[str, str] | None]:
 
 
 def _read_index(path: Path) -> dict[str, str]:
-    index = _read_object(path)
+    index = _read_object(path, MAX_INDEX)
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise _bad(path, "weight_map: expected an object of tensor name to file name; " + AGAIN)
@@ -360,14 +362,14 @@ def _sizes(value: object) -> bool:
 # --- JSON ------------------------------------------------------------------------------------
 
 
-def _read_object(path: Path) -> dict[str, Any]:
+def _read_object(path: Path, most: int = MAX_JSON) -> dict[str, Any]:
     try:
         with path.open("rb") as file:
-            raw = file.read(MAX_JSON + 1)
+            raw = file.read(most + 1)
     except OSError as error:
         raise _bad(path, f"cannot be read ({error.strerror}); expected a JSON object") from None
-    if len(raw) > MAX_JSON:
-        raise _bad(path, f"more than {MAX_JSON} bytes; expected a JSON object of usual size")
+    if len(raw) > most:
+        raise _bad(path, f"more than {most} bytes; expected a JSON object of usual size")
     return _parse(path, raw, "file", finite=False)
 
 
@@ -389,7 +391,8 @@ def _parse(path: Path, raw: bytes, what: str, *, finite: bool) -> dict[str, Any]
         return result
 
     try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=pairs, parse_constant=constant)
+        with UNCOLLECTED:
+            value = json.loads(raw.decode(), object_pairs_hook=pairs, parse_constant=constant)
     except (ValueError, RecursionError) as error:
         raise _bad(path, f"{what}: not a JSON object: {error}; {AGAIN}") from None
     if not isinstance(value, dict):

@@ -14,6 +14,7 @@ import yaml
 
 from recipes.shape import Shape, ShapeError
 from recipes.strict import Fields, boolean, mapping, one_of, sequence, string, strings
+from runtime.flags import check as check_flag
 
 WEIGHT_TYPES = ("f32", "f16", "bf16", "int8", "int4")
 RUNS_HERE = ("host", "driver", "emulator", "never")
@@ -226,8 +227,10 @@ def flag_list(fields: Fields, key: str, node: yaml.Node) -> tuple[str, ...]:
     """iree-compile flags; those that the schema derives itself are refused."""
     flags = strings(fields, key, node)
     for (_, item), flag in zip(sequence(fields, key, node), flags, strict=True):
-        if not flag.startswith("--iree-") or "\n" in flag:
-            raise fields.fail(item, f"{key}: {flag!r}: expected an iree-compile flag (--iree-…)")
+        try:
+            check_flag(flag)
+        except ValueError as error:
+            raise fields.fail(item, f"{key}: {error}") from error
         if re.match(r"--iree-(hal-(local-)?target-|llvmcpu-target-(cpu|triple))", flag):
             raise fields.fail(item, f"{key}: {flag!r}: set by the keys device, cpu and triple")
     return flags

@@ -8,9 +8,10 @@ import functools
 import hashlib
 import math
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, Literal
 
 from runtime import strict
@@ -24,6 +25,11 @@ FILE_NAME = MANIFEST
 DTYPE_BYTES = {"f32": 4, "bf16": 2, "f16": 2, "i32": 4, "i8": 1}
 Dtype = Literal["f32", "bf16", "f16", "i32", "i8"]
 _ADVICE = "rebuild the bundle with doit build model=… target=…"
+
+
+def _twice(words: Iterable[str]) -> str | None:
+    """The first word, in their order, that is there more than once."""
+    return min((word for word, count in Counter(words).items() if count > 1), default=None)
 
 
 def byte_size(dtype: str, shape: Sequence[int]) -> int:
@@ -108,8 +114,11 @@ class Files:
 
     def __post_init__(self) -> None:
         paths = [ref.path for ref in self.all()]
-        if twice := sorted({p for p in paths if paths.count(p) > 1}):
-            raise ValueError(f"path {twice[0]!r} is listed twice")
+        if twice := _twice(paths):
+            raise ValueError(f"path {twice!r} is listed twice")
+        folders = {str(parent) for path in paths for parent in PurePosixPath(path).parents}
+        if both := sorted(folders.intersection(paths)):
+            raise ValueError(f"path {both[0]!r} is a file and a directory, expected one of them")
 
     def all(self) -> list[FileRef]:
         """Every file the manifest lists."""
@@ -270,9 +279,8 @@ class Manifest:
         if self.prefix_sharing and any(s.kind == "fixed" for s in self.state):
             raise ValueError("prefix_sharing true, expected false for a model with fixed state")
         for group in (self.state, self.params):
-            names = [spec.name for spec in group]
-            if twice := sorted({n for n in names if names.count(n) > 1}):
-                raise ValueError(f"name {twice[0]!r} is used twice")
+            if twice := _twice(spec.name for spec in group):
+                raise ValueError(f"name {twice!r} is used twice")
         _check_functions(self)
 
     @property

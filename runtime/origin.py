@@ -6,10 +6,15 @@ import re
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
+from runtime import flags
+
 MANIFEST = "manifest.json"
 # Files of a bundle that its manifest cannot list, because they are made of it. They are carried as
 # they are: what checks them does not trust them.
 UNLISTED = ("model.sig",)
+MAX_PACKAGES = 1000
+MAX_PATH = 1000  # characters
+PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # of a model, target or shape
 
 
 @dataclass(frozen=True)
@@ -23,8 +28,11 @@ class FileRef:
     def __post_init__(self) -> None:
         pure = PurePosixPath(self.path)
         plain = pure.parts and str(pure) == self.path and self.path != MANIFEST
-        if not plain or pure.is_absolute() or ".." in pure.parts or set(self.path) & set("\\\0:"):
-            raise ValueError(f"path {self.path!r}, expected a relative path inside the bundle")
+        plain = plain and self.path.isprintable() and not set(self.path) & set("\\:")
+        plain = plain and len(self.path) <= MAX_PATH
+        plain = plain and all(len(part.encode()) <= 255 for part in pure.parts)
+        if not plain or pure.is_absolute() or ".." in pure.parts:
+            raise ValueError(f"path {self.path[:80]!r}, expected a relative path inside the bundle")
         if not re.fullmatch(r"[0-9a-f]{64}", self.sha256):
             raise ValueError(f"sha256 {self.sha256!r}, expected 64 lower-case hex digits")
         if self.size < 0:
@@ -37,6 +45,11 @@ class Package:
 
     name: str
     version: str
+
+    def __post_init__(self) -> None:
+        for word in (self.name, self.version):
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+!-]{0,99}", word):
+                raise ValueError(f"{word!r}, expected the name or the version of a package")
 
 
 @dataclass(frozen=True)
@@ -52,6 +65,10 @@ class BuildInfo:
     files: tuple[FileRef, ...]
     packages: tuple[Package, ...]
 
+    def __post_init__(self) -> None:
+        if len(self.packages) > MAX_PACKAGES:
+            raise ValueError(f"{len(self.packages)} packages, expected {MAX_PACKAGES} at most")
+
 
 @dataclass(frozen=True)
 class RecipeInfo:
@@ -63,3 +80,8 @@ class RecipeInfo:
     weights: tuple[str, ...]
     runs_here: str
     kernels: bool
+
+    def __post_init__(self) -> None:
+        for words in (self.flags, *self.safe_flags):
+            for flag in words:
+                flags.check(flag)

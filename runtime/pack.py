@@ -19,9 +19,10 @@ from runtime import web
 from runtime.errors import UserError
 from runtime.place import MAX_UNLISTED, UNLISTED
 from runtime.progress import shown
+from runtime.strict import MAX_JSON_BYTES
 
 MAX_MEMBERS = 4096
-MAX_MANIFEST = 64 << 20
+MAX_MANIFEST = MAX_JSON_BYTES
 _BLOCK = tarfile.BLOCKSIZE
 _USTAR_MAX = 8 << 30  # from here on a size is written as GNU tar does
 _CHUNK = 1 << 20

@@ -42,6 +42,25 @@ def put_file(files: Any, path: Path, dest: str, count: web.Count) -> None:
     files.put_file(str(path), dest, callback=callback)
 
 
+def read(files: Any, path: str, first: int, size: int) -> bytes:
+    """`size` bytes of an object from byte `first` on, or those that there are, or one more if the
+    server sends on, which s3fs would read whatever it is. Raises as s3fs does."""
+    from fsspec.asyn import sync
+
+    async def receive() -> bytes:
+        bucket, key, _ = files.split_path(path)
+        wanted = f"bytes={first}-{first + size - 1}"
+        answer = await files._call_s3("get_object", Bucket=bucket, Key=key, Range=wanted)
+        data = bytearray()
+        async with answer["Body"] as body:
+            while len(data) <= size and (piece := await body.read(size + 1 - len(data))):
+                data += piece
+        return bytes(data)
+
+    received: Any = sync(files.loop, receive)
+    return received
+
+
 def explained(where: str, error: Exception) -> UserError:
     """A failure of S3 as one line."""
     text = " ".join(str(error).split())[:160] or type(error).__name__
@@ -61,8 +80,7 @@ class S3Source:
         self._files = filesystem(url)
 
     def _small(self, name: str, limit: int) -> bytes:
-        with self._files.open(f"{self._prefix}/{name}", "rb") as file:
-            data = file.read(limit + 1)
+        data = read(self._files, f"{self._prefix}/{name}", 0, limit + 1)
         if len(data) > limit:
             raise UserError(f"{self.where}/{name}: more than {limit} bytes, expected a small file")
         return data
@@ -102,7 +120,7 @@ class S3Source:
             while have < ref.size:
                 try:
                     end = min(have + (32 * web.CHUNK), ref.size)
-                    piece = self._files.cat_file(f"{self._prefix}/{ref.path}", start=have, end=end)
+                    piece = read(self._files, f"{self._prefix}/{ref.path}", have, end - have)
                 except Exception as error:
                     raise explained(where, error) from error
                 if len(piece) != end - have:

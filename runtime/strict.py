@@ -4,11 +4,9 @@ unless its field has a default. A class's own `check_first(object)` comes before
 from __future__ import annotations
 
 import dataclasses
-import gc
 import json
 import math
 import stat
-import threading
 import types
 import typing
 from collections.abc import Callable, Collection, Iterable
@@ -17,10 +15,11 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from runtime.errors import UserError
+from runtime.uncollected import UNCOLLECTED
 
 T = TypeVar("T")
 Decoder = Callable[[Any], Any]
-MAX_JSON_BYTES = 64 << 20
+MAX_JSON_BYTES = 32 << 20  # in memory, JSON may be 25 times as large
 
 
 class _Mismatch(Exception):
@@ -62,7 +61,7 @@ def read(cls: type[T], path: Path, advice: str) -> T:
 def parse(cls: type[T], text: str, name: str, advice: str) -> T:
     """As `read`, of a string; `name` stands for the file in messages."""
     try:
-        with _UNCOLLECTED:
+        with UNCOLLECTED:
             value = json.loads(text, object_pairs_hook=_no_duplicates, parse_constant=_no_constants)
             return _decoder(cls)(value)
     except json.JSONDecodeError as error:
@@ -71,32 +70,6 @@ def parse(cls: type[T], text: str, name: str, advice: str) -> T:
         raise UserError(f"{name}: nested too deeply to be real; {advice}") from error
     except (_Mismatch, ValueError) as error:
         raise UserError(f"{name}: {error}; {advice}") from error
-
-
-class _Uncollected:
-    """No garbage collection within it: tens of thousands of new objects would call for it again and
-    again, and it would look through all that was imported, twice the time of the rest."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._inside = 0
-        self._was_enabled = False
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self._inside:
-                self._was_enabled = gc.isenabled()
-                gc.disable()
-            self._inside += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._inside -= 1
-            if not self._inside and self._was_enabled:
-                gc.enable()
-
-
-_UNCOLLECTED = _Uncollected()
 
 
 def dumps(value: Any) -> str:

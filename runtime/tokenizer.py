@@ -19,8 +19,10 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runtime import tokenizer_growth
 from runtime.errors import UserError
 from runtime.text import Detokenizer, PieceDetokenizer, WindowDetokenizer
+from runtime.uncollected import UNCOLLECTED
 
 if TYPE_CHECKING:
     from runtime.dry import Breakers
@@ -28,7 +30,8 @@ if TYPE_CHECKING:
 
 FILE_NAME = "tokenizer.json"
 CONFIG_NAME = "tokenizer_config.json"
-MAX_BYTES = 256 << 20  # of one file
+MAX_BYTES = 64 << 20  # of one file; the largest known has 33 MB
+MAX_OBJECT = 16 << 20  # characters of JSON that is read here: 25 times as much in memory
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -65,6 +68,7 @@ class Tokenizer:
         self._path = path
         with self._library():
             self._inner = tokenizers.Tokenizer.from_str(text)
+            tokenizer_growth.check(self._inner)
         self._inner.no_truncation()
         self._inner.no_padding()
         try:
@@ -283,8 +287,11 @@ def read_text(bundle: Path, ref: FileRef) -> str:
 
 def parse_object(text: str, path: Path) -> dict[str, Any]:
     """The JSON object `text`. Raises UserError naming `path`."""
+    if len(text) > MAX_OBJECT:
+        raise UserError(f"{path}: {len(text)} characters, expected {MAX_OBJECT} at most")
     try:
-        value = json.loads(text)
+        with UNCOLLECTED:
+            value = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not JSON ({error}), expected an object") from error
     if not isinstance(value, dict):

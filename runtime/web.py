@@ -24,6 +24,7 @@ from runtime.errors import UserError
 Count = Callable[[int], object]
 TRIES = 4  # in a row without a new byte
 TIMEOUT_S = 30.0  # without a byte
+SLOW_S, SLOW = 60.0, 256  # seconds, and bytes a second that are too few after them
 CHUNK = 1 << 18
 MAX_TEXT = 64 << 20  # bytes of an answer that is read into memory
 BROKEN = (OSError, http.client.HTTPException)  # urllib's and ssl's errors are OSErrors
@@ -152,11 +153,19 @@ def refusal(where: str, error: Refused, hint: str = "") -> UserError:
 
 
 def read_all(answer: Any, where: str, limit: int = MAX_TEXT) -> bytes:
-    """The body of an answer of at most `limit` bytes. Raises UserError for a larger one."""
-    data = answer.read(limit + 1)
-    if len(data) > limit:
-        raise UserError(f"{where}: more than {limit} bytes, expected a small file")
-    return data
+    """The body of an answer of at most `limit` bytes. Raises UserError for a larger one, or one
+    that takes more than SLOW_S and comes by less than SLOW bytes a second."""
+    data, began = bytearray(), time.monotonic()
+    while piece := answer.read1(min(CHUNK, limit + 1 - len(data))):
+        data += piece
+        if len(data) > limit:
+            raise UserError(f"{where}: more than {limit} bytes, expected a small file")
+        if (took := time.monotonic() - began) > SLOW_S and len(data) < SLOW * took:
+            raise UserError(f"{where}: {len(data)} bytes in {took:.0f} s, expected at least"
+                            f" {SLOW} a second; try again later")  # fmt: skip
+    if answer.length:
+        raise http.client.IncompleteRead(b"", answer.length)
+    return bytes(data)
 
 
 Headers = Mapping[str, str]

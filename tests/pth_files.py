@@ -45,12 +45,11 @@ def pickled(items: Mapping[str, bytes], before: bytes = b"\x80\x02" + DICT) -> b
 
 
 def archive(path: Path, pickle: bytes, files: Mapping[str, bytes], **extra: bytes) -> Path:
+    storages = {f"data/{key}": data for key, data in files.items()}
+    members = {"data.pkl": pickle, **storages, "byteorder": b"little", "version": b"3\n", **extra}
     with zipfile.ZipFile(path, "w") as made:
-        made.writestr("model/data.pkl", pickle)
-        for key, data in files.items():
-            made.writestr(f"model/data/{key}", data)
-        for name, data in {"byteorder": b"little", "version": b"3\n", **extra}.items():
-            made.writestr(f"model/{name}", data)
+        for name, data in members.items():
+            made.writestr(zipfile.ZipInfo(f"model/{name}"), data)  # without the time of day
     return path
 
 

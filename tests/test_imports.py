@@ -31,8 +31,8 @@ ALLOWED = {
         *("runtime.blobs", "runtime.oci", "runtime.pack", "runtime.place", "runtime.s3"),
         *("runtime.progress", "runtime.reference", "runtime.results", "runtime.web"),
     ),
-    "emit": ("runtime.errors", "runtime.progress"),
-    "recipes": ("runtime.errors",),
+    "emit": ("runtime.errors", "runtime.progress", "runtime.uncollected"),
+    "recipes": ("runtime.errors", "runtime.flags"),
 }
 
 

@@ -21,7 +21,7 @@ def sample() -> mf.Manifest:
     other = mf.FileRef("model.v4.vmfb", "c" * 64, 11)
     files = mf.Files(REF, None, None, tokenizer, mf.FileRef("sbom.cdx.json", "d" * 64, 4), ())
     made = toy.make_manifest("local", toy.param_specs("local", 16), files, "17.0")
-    recipe = mf.RecipeInfo(("--a",), (("--b",), ("--c",)), ("f32",), "host", False)
+    recipe = mf.RecipeInfo(("--iree-a",), (("--iree-b",), ("--iree-c",)), ("f32",), "host", False)
     target = dataclasses.replace(made.target, recipe=recipe)
     wider = dataclasses.replace(target, name="cpu-v4")
     package, used = mf.Package("jax", "1"), mf.FileRef("config.json", "e" * 64, 5)

@@ -213,6 +213,12 @@ def test_faulty_model_recipe_names_file_and_line(
         ("device: cuda", "device: cudda", 2, "device: 'cudda' is not known: did you mean cuda"),
         ("uri: cuda", "uri: vulkan", 3, "uri: 'vulkan' is no URI of device 'cuda'"),
         ("--iree-cuda-target=sm_80", "-O3", 5, "flags: '-O3': expected an iree-compile flag"),
+        (
+            "--iree-cuda-target=sm_80",
+            "--iree-hal-preprocess-executables-with=touch",
+            5,
+            "expected a flag that names no file and no command",
+        ),
         ("--iree-cuda-target=sm_80", "--iree-hal-target-device=hip", 5, "set by the keys device"),
         ("runs_here: never", "runs_here: nevr", 10, "did you mean never"),
         ("runs_here: never", "runs_here: never\ncpu: host", 11, "cpu: only for device local"),

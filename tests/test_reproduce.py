@@ -127,15 +127,15 @@ def test_a_manifest_that_reaches_out_is_refused(flag: str, copy: Path, tmp_path:
             manifest.target, recipe=dataclasses.replace(recipe, safe_flags=((flag,),))
         ),
     )
-    with pytest.raises(UserError, match=r"target\.flags: .*, expected flags that name no file"):
-        reproduce.check_words(copy, manifests.load(copy))
+    with pytest.raises(UserError, match=r"recipe: .*, expected|recipe: .*: expected"):
+        manifests.load(copy)
     name = f"../{tmp_path.name}/evil"
     for words in (
         {"target": dataclasses.replace(manifest.target, name=name)},
         {"target": manifest.target, "model": dataclasses.replace(manifest.model, name="..")},
     ):
         rewritten(copy, **words)
-        with pytest.raises(UserError, match="expected names of model, target and shape"):
+        with pytest.raises(UserError, match="of a model, target or shape, expected a plain file name"):
             reproduce.check_words(copy, manifests.load(copy))
 
 

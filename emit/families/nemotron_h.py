@@ -253,7 +253,7 @@ def _kinds(given: dict[str, Any]) -> list[str]:
 def _words(where: str, found: Any) -> list[str]:
     """The layers' kinds of a pattern of letters or a list of words. Raises EmitError."""
     known = LETTERS if where == "hybrid_override_pattern" else KINDS
-    if not found or not isinstance(found, (str, list)) or any(x not in known for x in found):
+    if not found or not isinstance(found, (str, list)) or any(str(x) not in known for x in found):
         raise EmitError(
             f"config.json of nemotron_h: {where} = {json.dumps(found)[:200]}, expected one of"
             f" {', '.join(known)} for each layer"

@@ -82,7 +82,9 @@ CHECKPOINTS = [
          text("config.json", '{"model_type": "__init__"}'), "model_type"),
     Case("a config nested without end", "config",
          text("config.json", '{"model_type": ' + DEEP + "}"), "config.json"),
-    Case("a config of 100 MB", "config", sparse("config.json", b"{", 100 << 20), "67108864 bytes"),
+    Case("layers that are lists", "config", text("config.json", json.dumps(
+        {"model_type": "nemotron_h", "layers_block_type": [["mamba"], {}]})), "layers_block_type"),
+    Case("a config of 100 MB", "config", sparse("config.json", b"{", 100 << 20), "16777216 bytes"),
 ]  # fmt: skip
 
 

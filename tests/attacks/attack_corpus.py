@@ -8,8 +8,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import attack_mutate as mutate
+import attack_transport
 import ml_dtypes
 import numpy as np
 import pth_files
@@ -170,6 +172,27 @@ def _tokenizers() -> Iterator[Seed]:
         yield Seed(parser, files, "tokenizer_config.json", mutate.in_json_text, 3)
 
 
+def _transport() -> Iterator[Seed]:
+    name = manifest.FILE_NAME
+    code = attack_transport.CODE
+    files = {name: attack_transport.listing(), "model.vmfb": code}
+    signed = attack_transport.sealed(attack_transport.statement()).encode()
+    image = {"schemaVersion": 2, "layers": [attack_transport.layer(name) for name in files]}
+    build = attack_transport.BUILD | attack_transport.packages("numpy", version=np.__version__)
+
+    def built(plain: dict[str, Any]) -> None:
+        plain["build"], plain["target"]["recipe"] = build, attack_transport.RECIPE
+
+    again = attack_transport.relisted(built).encode()
+    for parser, path, data, mutator, share in (
+        ("tar", "b.tar", attack_transport.packed(), mutate.in_head(9000), 1),
+        ("image manifest", "image.json", json.dumps(image).encode(), mutate.in_json_text, 2),
+        ("signature", "model.sig", signed, mutate.in_json_text, 1),
+        ("reproduced", name, again, mutate.in_json_text, 4),
+    ):
+        yield Seed(parser, {**files, path: data}, path, mutator, share)
+
+
 TEMPLATE = b"""{% macro part(m, n=2) %}{{ '[' ~ m.role | upper ~ ']' * n }}{% endmacro %}
 {%- set ns = namespace(text='') %}
 {%- for message in messages %}
@@ -182,5 +205,6 @@ TEMPLATE = b"""{% macro part(m, n=2) %}{{ '[' ~ m.role | upper ~ ']' * n }}{% en
 def seeds() -> list[Seed]:
     """All of them."""
     found = [*_checkpoints(), *_ggufs(), *_pths(), *_jsons(), *_recipes(), *_tokenizers()]
+    found += _transport()
     name = "chat_template.jinja"
     return [*found, Seed("chat template", {name: TEMPLATE}, name, mutate.in_bytes, 6)]

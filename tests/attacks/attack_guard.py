@@ -141,6 +141,7 @@ def limited(memory: int = MEMORY) -> None:
 def _child(write: int, directory: Path, parser: str) -> None:
     """In the child: write how it ended, and be gone without any clean-up."""
     try:
+        os.dup2(2, 1)  # stdout is for what is found; libraries print, too
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         signal.alarm(WAIT)
         used = int(time.process_time()) + 1

@@ -13,6 +13,7 @@ import zipfile
 from collections.abc import Callable
 from typing import Any
 
+LARGEST = 1 << 20  # characters that one change may add
 Mutator = Callable[[random.Random, bytes], bytes]
 NUMBERS = (0, 1, 2, 3, 7, 8, 13, 31, 32, 127, 128, 255, 256, 65535, 2**31 - 1, 2**31, 2**32 - 1,
            2**32, 2**40, 2**53, 2**62, 2**63 - 1, 2**63, 2**64 - 1)  # fmt: skip
@@ -84,7 +85,7 @@ def _replace(rng: random.Random, root: list[Any], parent: Any, key: Any) -> None
     kind = rng.randrange(9)
     value = parent[key]
     if kind < 4:
-        parent[key] = rng.choice(VALUES)
+        parent[key] = _copy(rng.choice(VALUES))  # its own: later changes may be within it
     elif kind == 4 and parent is not root:
         del parent[key]
     elif kind == 5 and isinstance(parent, dict):
@@ -94,12 +95,22 @@ def _replace(rng: random.Random, root: list[Any], parent: Any, key: Any) -> None
             value = [value] if rng.random() < 0.5 else {"a": value}
         parent[key] = value
     elif kind == 7 and isinstance(parent, list) and parent is not root:
-        parent[key:key] = [value] * rng.choice((1, 3, 1000))
+        parent[key:key] = _copies(value, rng.choice((1, 3, 1000)))
     elif isinstance(value, int):
         parent[key] = value + rng.choice((-1, 1, 7, -value * 2, 2**32))
     else:
         other, place = _place(rng, root)
-        parent[key] = json.loads(json.dumps(other[place]))
+        parent[key] = _copy(other[place])
+
+
+def _copy(value: Any) -> Any:
+    return json.loads(json.dumps(value))
+
+
+def _copies(value: Any, count: int) -> list[Any]:
+    """`count` copies of a JSON value, fewer if they would be more than LARGEST characters."""
+    text = json.dumps(value)
+    return json.loads(f"[{','.join([text] * max(1, min(count, LARGEST // len(text))))}]")
 
 
 def in_lines(rng: random.Random, data: bytes) -> bytes:

@@ -6,10 +6,16 @@ Only `ERRORS` may come out of them.
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
+import model_signing.verifying  # noqa: F401  where first imported it looks at the network
+
+from artifacts import reproduce
 from artifacts.lockfile import Lock
 from emit import irpa, pth
 from emit.checkpoint import open_checkpoint, read_config
@@ -21,9 +27,12 @@ from emit.gguf_tokenizer import tokenizer_of
 from emit.pth_rwkv7 import convert
 from emit.state import DTYPES
 from recipes.schema import load_model, load_target
-from runtime import manifest, reference, saved, tokenizer
+from runtime import manifest, oci, reference, saved, tokenizer, trust
+from runtime.blobs import Blobs
 from runtime.errors import UserError
 from runtime.manifest import FileRef
+from runtime.pack import TarSource
+from runtime.pull import pull
 from runtime.server import template
 from runtime.server.fields import ApiError
 from runtime.tokenizer_plamo import PlamoTokenizer
@@ -60,6 +69,7 @@ def small_manifest() -> manifest.Manifest:
 
 
 MANIFEST = small_manifest()
+KEY = Path(__file__).with_name("attack_key.pub")
 
 
 def _checkpoint(root: Path) -> None:
@@ -165,6 +175,30 @@ def _bundle_tokenizer(root: Path) -> None:
     template.load(root, files)
 
 
+def _tar(root: Path) -> None:
+    """Unpacked as `scanwright unpack` does, and thrown away."""
+    with TemporaryDirectory(dir=root) as place:
+        made = Path(place) / "made"
+        with contextlib.redirect_stderr(io.StringIO()):
+            pull(TarSource(root / "b.tar"), made, None, Blobs(Path(place) / "cache"))
+        for path in made.rglob("*"):
+            assert not path.is_symlink()
+            assert path.is_dir() or path.stat().st_mode & 0o7777 == 0o444
+
+
+def _image(root: Path) -> None:
+    oci.layers((root / "image.json").read_bytes(), "oci://host/name")
+
+
+def _signature(root: Path) -> None:
+    trust.check(root, KEY)
+
+
+def _reproduced(root: Path) -> None:
+    """What is looked at before anything is built."""
+    reproduce.checked(root)
+
+
 PARSERS: dict[str, Callable[[Path], Any]] = {
     "checkpoint": _checkpoint,
     "config": _config,
@@ -186,4 +220,8 @@ PARSERS: dict[str, Callable[[Path], Any]] = {
     "tiktoken.model": _tiktoken,
     "chat template": _template,
     "bundle's tokenizer": _bundle_tokenizer,
+    "tar": _tar,
+    "image manifest": _image,
+    "signature": _signature,
+    "reproduced": _reproduced,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
 import os
@@ -125,7 +126,47 @@ def huge_ids(token: int) -> str:
 BAD_WORD = json.dumps({"added_tokens_decoder": {"0": {"content": "\ud800", "special": True}}})
 WORLD = "rwkv_vocab_v20230424.txt"
 
+DOUBLE = {"type": "Replace", "pattern": {"String": "e"}, "content": "ee"}
+BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+              "use_regex": False}  # fmt: skip
+CHARSMAP = base64.b64encode(struct.pack("<I", 0) + b"x" * 100_000 + b"\0").decode()
+AROUND = {"type": "TemplateProcessing", "pair": [], "single": [
+    {"SpecialToken": {"id": "x", "type_id": 0}}] * 2000, "special_tokens": {
+        "x": {"id": "x", "ids": [0] * 2000, "tokens": ["x"] * 2000}}}  # fmt: skip
+# What makes a text longer, step by step, or tokens of nothing; each of a few kilobytes.
+GROWING: dict[str, dict[str, Any]] = {
+    "a normalizer that doubles": {"normalizer": {
+        "type": "Sequence", "normalizers": [DOUBLE] * 40}},
+    "normalizers in normalizers": {"normalizer": {"type": "Sequence", "normalizers": [
+        {"type": "Sequence", "normalizers": [DOUBLE] * 10}] * 10}},
+    "a normalizer of nothing": {"normalizer": {"type": "Sequence", "normalizers": [
+        {"type": "Replace", "pattern": {"Regex": ""}, "content": "xx"}] * 40}},
+    "a normalizer of bytes": {"normalizer": {
+        "type": "Sequence", "normalizers": [{"type": "ByteLevel"}] * 40}},
+    "a long replacement": {"normalizer": {**DOUBLE, "content": "e" * 100_000}},
+    "a long beginning": {"normalizer": {"type": "Prepend", "prepend": "e" * 100_000}},
+    "a map to long texts": {"normalizer": {
+        "type": "Precompiled", "precompiled_charsmap": CHARSMAP}},
+    "pre-tokenizers of bytes": {"pre_tokenizer": {
+        "type": "Sequence", "pretokenizers": [BYTE_LEVEL] * 40}},
+    "a decoder that doubles": {"decoder": {"type": "Sequence", "decoders": [
+        {**DOUBLE, "pattern": {"String": "a"}, "content": "aa"}] * 40}},
+    "4 million tokens around a text": {"post_processor": AROUND},
+    "an expression that goes back and back": {"pre_tokenizer": {
+        "type": "Split", "pattern": {"Regex": "(.+.+)+~"}, "behavior": "Isolated",
+        "invert": False}},
+}  # fmt: skip
+
 TOKENIZERS = [
+    *(Case(name, "tokenizer.json", text("tokenizer.json", tokenizer_json(**each)),
+           None if "back" in name else f"{next(iter(each))}: ")
+      for name, each in GROWING.items()),
+    Case("a configuration of 20 MB", "tokenizer.json",
+         both(text("tokenizer.json", tokenizer_json()),
+              sparse("tokenizer_config.json", b"{", 20 << 20)), "16777216"),
+    Case("a configuration of lists alone", "tokenizer.json",
+         both(text("tokenizer.json", tokenizer_json()),
+              text("tokenizer_config.json", '{"x": [' + "[]," * (5 << 20) + "[]]}")), None),
     Case("tokenizer.json nested without end", "tokenizer.json",
          text("tokenizer.json", DEEP), "tokenizer.json"),
     Case("a token of id 2^32 - 1", "tokenizer.json",

@@ -13,9 +13,13 @@ from attack_binaries import CHECKPOINTS, GGUFS, PTHS
 from attack_case import Case
 from attack_guard import PLANTED
 from attack_texts import JSONS, RECIPES, TEMPLATES, TOKENIZERS
+from attack_transport import IMAGES, REPRODUCED, SIGNATURES, TARS
 
 HERE = Path(__file__).resolve().parent
-ALL = [*CHECKPOINTS, *GGUFS, *PTHS, *JSONS, *RECIPES, *TOKENIZERS, *TEMPLATES]
+ALL = [
+    *CHECKPOINTS, *GGUFS, *PTHS, *JSONS, *RECIPES, *TOKENIZERS, *TEMPLATES,
+    *TARS, *IMAGES, *SIGNATURES, *REPRODUCED,
+]  # fmt: skip
 CASES = {case.name: case for case in ALL}
 MIB = 700  # of memory that a parser may take for files of a few megabytes
 SECONDS = 15  # of processor time
