@@ -120,23 +120,20 @@ def test_other_versions_are_refused_before_any_work(copy: Path, tmp_path: Path) 
 )
 def test_a_manifest_that_reaches_out_is_refused(flag: str, copy: Path, tmp_path: Path) -> None:
     manifest = manifests.load(copy)
-    recipe = manifest.target.recipe or pytest.fail()
-    rewritten(
-        copy,
-        target=dataclasses.replace(
-            manifest.target, recipe=dataclasses.replace(recipe, safe_flags=((flag,),))
-        ),
-    )
-    with pytest.raises(UserError, match=r"recipe: .*, expected|recipe: .*: expected"):
-        manifests.load(copy)
     name = f"../{tmp_path.name}/evil"
     for words in (
         {"target": dataclasses.replace(manifest.target, name=name)},
         {"target": manifest.target, "model": dataclasses.replace(manifest.model, name="..")},
     ):
         rewritten(copy, **words)
-        with pytest.raises(UserError, match="of a model, target or shape, expected a plain file name"):
+        with pytest.raises(UserError, match="a model, target or shape, expected a plain file name"):
             reproduce.check_words(copy, manifests.load(copy))
+    path = copy / manifests.FILE_NAME
+    content = json.loads(path.read_text())
+    content["target"]["recipe"]["safe_flags"] = [[flag]]
+    path.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=r"target\.recipe: .*expected a"):
+        manifests.load(copy)
 
 
 def test_every_recipe_can_be_reproduced(bundle: Path) -> None:
