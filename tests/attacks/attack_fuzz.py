@@ -149,6 +149,8 @@ class Fuzz:
                 guard.outside.clear()
             if len(failures) >= FAILURES:
                 break
+        guard.close()
+        failures += [{"outside": guard.outside}] if guard.outside else []
         each = {name: round(spent[name] / ran[name]) for name in ran}
         return {"ran": ran, "read": read, "failures": failures, "microseconds": each}
 

@@ -14,10 +14,12 @@ import json
 import os
 import pickle
 import resource
+import shutil
 import signal
 import socket
 import sys
 import sysconfig
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -53,6 +55,7 @@ PLANTED: dict[str, Callable[[Path], object]] = {
     "planted: reads": lambda root: Path("/etc/passwd").read_text(),
     "planted: reads beside": lambda root: (root / "../outside").resolve().read_text(),
     "planted: writes": lambda root: (root.parent / "planted").write_text("x"),
+    "planted: leaves a file": lambda root: tempfile.mkstemp(),
     "planted: renames": lambda root: (root / "a").rename(root.parent / "b"),
     "planted: runs": lambda root: os.system("true"),
     "planted: connects": lambda root: socket.create_connection(("127.0.0.1", 9), 1),
@@ -63,13 +66,21 @@ PLANTED: dict[str, Callable[[Path], object]] = {
 
 
 class Guard:
-    """Notes what happens outside `directory`; armed once, for the rest of the process."""
+    """Notes what happens outside `directory` and a new directory for temporary files, which is to
+    be empty when `close` takes it away; armed once, for the rest of the process."""
 
     def __init__(self, directory: Path, allowed: tuple[str, ...] = ()) -> None:
-        self.home = f"{directory.resolve()}/"
+        tempfile.tempdir = tempfile.mkdtemp(prefix="attacks-")
+        self.scratch = Path(tempfile.tempdir).resolve()
+        self.homes = (f"{directory.resolve()}/", f"{self.scratch}/")
         self.allowed = allowed  # prefixes of events that are expected, such as "socket."
         self.outside: list[str] = []
         sys.addaudithook(self._hook)
+
+    def close(self) -> None:
+        """Remove the directory for temporary files."""
+        self.outside += [f"left {path}" for path in self.scratch.iterdir()]
+        shutil.rmtree(self.scratch)
 
     def _hook(self, event: str, arguments: tuple[Any, ...]) -> None:
         if event == "open":
@@ -85,7 +96,7 @@ class Guard:
 
     def _path(self, event: str, path: Any, writes: bool) -> None:
         real = os.path.realpath(os.fsdecode(path))
-        if f"{real}/".startswith(self.home):
+        if f"{real}/".startswith(self.homes):
             return
         if not writes and f"{real}/".startswith(READABLE):
             return
@@ -126,6 +137,7 @@ def attempt(directory: Path, parser: str) -> dict[str, Any]:
         where = traceback.extract_tb(error.__traceback__)[-1]
         ended["crash"] = f"{type(error).__name__}: {error} ({where.filename}:{where.lineno})"[:500]
     ended["seconds"] = time.process_time() - began
+    guard.close()
     found = list(guard.outside)
     ended["mib"] = (_peak() - before) / 1024
     return ended | {"outside": found}

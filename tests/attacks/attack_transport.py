@@ -252,7 +252,7 @@ REPRODUCED = [
     Case("manifest: made by hand", "reproduced", text(mf.FILE_NAME, listing()), "made by hand"),
     *(asks(f"the flag {flag[:60]!a}", "expected", recipe={"flags": [flag]}) for flag in FLAGS),
     asks("a flag tried later", "names no file", recipe={"safe_flags": [[], [COMMAND]]}),
-    *(asks(f"a {part} named {name!a}", "expected letters", **{part: {"name": name}})
+    *(asks(f"a {part} named {name!a}", "a plain file name", **{part: {"name": name}})
       for part, name in (("model", "../../owned"), ("target", "/tmp/owned"), ("shape", ".."),
                          ("model", ""), ("target", "a\nb"))),
     asks("a device elsewhere", "found the uri", target={"uri": "cuda://../../x"}),
