@@ -146,8 +146,7 @@ def summarize(name: str, tensor: str, array: np.ndarray, seed: int) -> dict[str,
         "name": tensor,
         "samples": [[int(i), float(flat[i])] for i in places],
         "projections": [float(p) for p in _projections(name, tensor, flat, seed)],
-        # Not by BLAS, whose sums go with the number of cores.
-        "norm": float(np.sqrt(np.sum(np.square(flat)))),
+        "norm": _norm(flat),
         "scale": float(np.max(np.abs(flat))),
     }
 
@@ -173,7 +172,12 @@ def whole_error(actual: np.ndarray, expected: np.ndarray) -> float:
     difference = actual.astype(np.float64) - expected
     tiny = np.finfo(np.float32).tiny
     largest = np.max(np.abs(difference)) / max(np.max(np.abs(expected)), tiny)
-    return float(max(largest, np.linalg.norm(difference) / max(np.linalg.norm(expected), tiny)))
+    return float(max(largest, _norm(difference) / max(_norm(expected), tiny)))
+
+
+def _norm(array: np.ndarray) -> float:
+    """The 2-norm. Not by BLAS, whose sums go with the processor and the number of cores."""
+    return float(np.sqrt(np.sum(np.square(array, dtype=np.float64))))
 
 
 def summary_error(name: str, actual: np.ndarray, entry: Mapping[str, Any], seed: int) -> float:
@@ -188,7 +192,7 @@ def summary_error(name: str, actual: np.ndarray, entry: Mapping[str, Any], seed:
     found = _projections(name, entry["name"], flat, seed)
     pairs = zip(found, entry["projections"], strict=True)
     errors += [abs(a - b) / (4 * norm) for a, b in pairs]
-    return float(max([*errors, abs(np.linalg.norm(flat) - norm) / norm]))
+    return float(max([*errors, abs(_norm(flat) - norm) / norm]))
 
 
 def argmax_error(actual: np.ndarray, expected: np.ndarray, logits: np.ndarray) -> float:

@@ -53,11 +53,13 @@ def test_graph_generates_the_reference(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_recorded_references_are_what_the_library_gives(name: str, tmp_path: Path) -> None:
+    """In float32, whose sums the library adds in another order on another processor: first logits
+    are within 2.2e-6 of those of another; a term that is wrong moves them by more than 1e-4."""
     _, rows = references.recorded(name)
     directory = references.write_checkpoint(name, tmp_path / "checkpoint")
     again = references.derive(name, directory, [row.prompt for row in rows])
     for row, now in zip(rows, again, strict=True):
-        assert relative(np.array(now.first_logits), np.array(row.first_logits)) < 1e-6
+        assert relative(np.array(now.first_logits), np.array(row.first_logits)) < 1e-5
         assert np.allclose(now.gaps, row.gaps, atol=1e-4) or now.tokens != row.tokens
         check_tokens(now.tokens, np.array([now.first_logits]), row)
 
