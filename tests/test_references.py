@@ -53,8 +53,8 @@ def test_graph_generates_the_reference(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_recorded_references_are_what_the_library_gives(name: str, tmp_path: Path) -> None:
-    """In float32, whose sums the library adds in another order on another processor: first logits
-    are within 2.2e-6 of those of another; a term that is wrong moves them by more than 1e-4."""
+    """In float32, whose sums the library adds in another order on another processor: the first
+    logits of one were within 2.2e-6 of those of another."""
     _, rows = references.recorded(name)
     directory = references.write_checkpoint(name, tmp_path / "checkpoint")
     again = references.derive(name, directory, [row.prompt for row in rows])
