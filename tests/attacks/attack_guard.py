@@ -70,6 +70,7 @@ class Guard:
     be empty when `close` takes it away; armed once, for the rest of the process."""
 
     def __init__(self, directory: Path, allowed: tuple[str, ...] = ()) -> None:
+        sys.dont_write_bytecode = True  # of what a parser imports when it needs it
         tempfile.tempdir = tempfile.mkdtemp(prefix="attacks-")
         self.scratch = Path(tempfile.tempdir).resolve()
         self.homes = (f"{directory.resolve()}/", f"{self.scratch}/")
