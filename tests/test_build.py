@@ -52,7 +52,7 @@ def assert_from_cache(done: Done) -> None:
     assert {m.partition(".")[0] for m in modules} & set(building.HEAVY) == set()
     ours = {m for m in modules if m.partition(".")[0] in ("runtime", "emit")}
     # what reads and writes a bundle's files, and what would tell of a download or a compile
-    read = ("errors", "flags", "manifest", "origin", "strict", "vmfb", "progress")
+    read = ("errors", "flags", "manifest", "origin", "strict", "uncollected", "vmfb", "progress")
     assert ours <= {"runtime", *(f"runtime.{name}" for name in read)}
 
 
