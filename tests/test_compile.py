@@ -165,11 +165,12 @@ def test_target_compiles(tmp_path: Path, entries: dict, cpu_cache: Path, name: s
     assert out.stat().st_size > 10_000
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_every_safe_flag_list_of_every_target_compiles(
     tmp_path: Path, entries: dict, cpu_cache: Path
 ) -> None:
-    """With the narrowest type; the fast flags are those of every other test."""
+    """With the narrowest type; the fast flags are those of every other test. It says the same again
+    until recipes or the compiler change: for thorough runs."""
     out = tmp_path / "model.vmfb"
     for target in every_target():
         cpu = cpu_flags(target, cpu_cache)
