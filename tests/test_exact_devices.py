@@ -28,15 +28,19 @@ MARKS = {"vulkan": pytest.mark.vulkan, "cpu-aarch64": pytest.mark.aarch64}
 
 
 EMULATED = ("mamba2", "nemotron_h")  # families that run under qemu, where a call is a process
-
-
+ALIKE = ("falcon_mamba", "kimi_linear", "plamo2")  # of layers as others have: in thorough runs
 COMPANY = EMULATED  # a fixed state, and a cache beside it
+
+
+def often(family: str) -> pytest.MarkDecorator:
+    """How often the family runs on devices."""
+    return pytest.mark.thorough if family in ALIKE else bundles.often(family)
 
 
 def on_devices(families: Sequence[str]) -> list[Any]:
     """(family, target) for the fixture `opened`."""
     return [
-        pytest.param((family, t), marks=[MARKS[t], bundles.often(family)], id=f"{family}-{t}")
+        pytest.param((family, t), marks=[MARKS[t], often(family)], id=f"{family}-{t}")
         for t in TARGETS
         for family in families
         if family in EMULATED or t != "cpu-aarch64"
