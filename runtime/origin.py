@@ -14,7 +14,6 @@ MANIFEST = "manifest.json"
 UNLISTED = ("model.sig",)
 MAX_PACKAGES = 1000
 MAX_PATH = 1000  # characters
-PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")  # of a model, target or shape
 
 
 @dataclass(frozen=True)

@@ -23,12 +23,12 @@ from runtime import web
 from runtime.blobs import Blobs, default_root, locked
 from runtime.errors import UserError
 from runtime.inspect import size as sized
-from runtime.origin import PLAIN_NAME
 from runtime.pack import MAX_MANIFEST, TarSource
 from runtime.progress import progress
 
 KINDS = "oci://HOST/NAME:TAG, https://…, hf://ORG/NAME, s3://BUCKET/PATH, a directory or a tar file"
 _CHUNK = 1 << 20
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,99}")
 
 
 class Source(Protocol):
@@ -292,7 +292,7 @@ def _check_digest(where: str, text: bytes, digest: str | None) -> None:
 def _default(manifest: mf.Manifest) -> Path:
     targets = "+".join(target.name for target in manifest.targets)
     words = (manifest.model.name, targets, manifest.shape.name)
-    if not all(PLAIN_NAME.fullmatch(word) for word in words):
+    if not all(_PLAIN_NAME.fullmatch(word) for word in words):
         raise UserError(f"manifest.json: model, target and shape {words!a} make no file name;"
                         " name a directory after the URL")  # fmt: skip
     return Path("-".join(words))
