@@ -134,7 +134,7 @@ def _sources(parts: Sequence[tuple[Manifest, Path]], made: Manifest) -> dict[str
     """Name in the merged bundle → a file of the single ones."""
     first, directory = parts[0]
     found = {ref.path: directory / ref.path for ref in _common(first)}
-    for ref, (manifest, place) in zip(_modules(made), parts, strict=True):
+    for ref, (manifest, place) in zip(made.modules, parts, strict=True):
         found[ref.path] = place / manifest.files.module.path
     return found
 
@@ -142,10 +142,6 @@ def _sources(parts: Sequence[tuple[Manifest, Path]], made: Manifest) -> dict[str
 def _common(manifest: Manifest) -> list[FileRef]:
     single = [ref for ref in (manifest.files.params, manifest.files.reference) if ref is not None]
     return [*single, *manifest.files.tokenizer]
-
-
-def _modules(manifest: Manifest) -> tuple[FileRef, ...]:
-    return (manifest.files.module, *manifest.files.alternatives)
 
 
 def _right(directory: Path, made: Manifest, sources: dict[str, Path]) -> bool:

@@ -10,7 +10,7 @@ from xml.etree.ElementTree import Element
 
 from artifacts import report_plots as plots
 from artifacts.markup import Child, tag
-from runtime.manifest import DTYPE_BYTES, Manifest, Proof
+from runtime.manifest import DTYPE_BYTES, Manifest
 from runtime.progress import clock, sized
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def _weights(made: Manifest) -> str:
 
 def _status(made: Manifest) -> Element:
     """The proof's, of each target where there are several."""
-    found = [_proof(proof.status) for proof in _proofs(made)]
+    found = [_proof(proof.status) for proof in made.proofs]
     if len(found) == 1:
         return found[0]
     named = zip(made.targets, found, strict=True)
@@ -138,10 +138,6 @@ def _status(made: Manifest) -> Element:
 
 def _proof(status: str) -> Element:
     return tag("span", status, class_="good" if status == "passed" else "soft")
-
-
-def _proofs(made: Manifest) -> list[Proof]:
-    return [made.proof, *(other.proof for other in made.alternatives)]
 
 
 def _plots(title: str, made: Iterable[tuple[str, Element]], more: Child = None) -> Child:
@@ -219,8 +215,7 @@ def _state(made: Manifest) -> Element:
 def _parity(bundle: Bundle, made: Manifest) -> Element:
     """The proof, what it measured, and the reference that devices are compared with."""
     rows: list[list[Child]] = []
-    modules = (made.files.module, *made.files.alternatives)
-    for target, proof, module in zip(made.targets, _proofs(made), modules, strict=True):
+    for target, proof, module in zip(made.targets, made.proofs, made.modules, strict=True):
         why = f" ({proof.reason})" if proof.reason else ""
         name = f"proof, {target.name}" if made.alternatives else "proof"
         rows.append([name, tag("span", _proof(proof.status), f"{why}, {proof.flags} flags")])

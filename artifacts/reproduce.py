@@ -148,8 +148,7 @@ def _again(manifest: Manifest, find_model: Callable[[str], Model], root: Path) -
         _share_downloads(store)
     model = _model(manifest, find_model, root)
     made = []
-    proofs = (manifest.proof, *(other.proof for other in manifest.alternatives))
-    for target, proof in zip(manifest.targets, proofs, strict=True):
+    for target, proof in zip(manifest.targets, manifest.proofs, strict=True):
         job = Job(
             model=model,
             target=_target(target),

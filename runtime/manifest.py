@@ -289,6 +289,16 @@ class Manifest:
         return (self.target, *(other.target for other in self.alternatives))
 
     @property
+    def proofs(self) -> tuple[Proof, ...]:
+        """The proof of each of `targets`."""
+        return (self.proof, *(other.proof for other in self.alternatives))
+
+    @property
+    def modules(self) -> tuple[FileRef, ...]:
+        """The module of each of `targets`."""
+        return (self.files.module, *self.files.alternatives)
+
+    @property
     def state_bytes_per_slot(self) -> int:
         """Bytes of state of one slot, all tensors."""
         return sum(spec.nbytes for spec in self.state)

@@ -128,14 +128,12 @@ def choose(
 
 def view(manifest: Manifest, number: int) -> Manifest:
     """The manifest of the same bundle as if it were for the target `number` alone."""
-    modules = (manifest.files.module, *manifest.files.alternatives)
-    proofs = (manifest.proof, *(other.proof for other in manifest.alternatives))
-    files = dataclasses.replace(manifest.files, module=modules[number], alternatives=())
+    files = dataclasses.replace(manifest.files, module=manifest.modules[number], alternatives=())
     return dataclasses.replace(
         manifest,
         target=manifest.targets[number],
         files=files,
-        proof=proofs[number],
+        proof=manifest.proofs[number],
         alternatives=(),
     )
 
