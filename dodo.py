@@ -175,10 +175,7 @@ def task_build():
     def show() -> None:
         print(f"bundle: {BUNDLE}")
         found = load(BUNDLE)
-        for target, proof in (
-            (found.target, found.proof),
-            *((a.target, a.proof) for a in found.alternatives),
-        ):
+        for target, proof in zip(found.targets, found.proofs, strict=True):
             name = f"{target.name}: " if found.alternatives else ""
             why = f" ({proof.reason})" if proof.reason else ""
             check = ", check it there: scanwright verify" if proof.status == "not-run" else ""
